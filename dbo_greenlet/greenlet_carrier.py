@@ -1,0 +1,203 @@
+"""Microbatches as greenlets on the caller's thread: the hub.
+
+    caller ── run ──► hub ──switch──► microbatch 0 ──yield──► hub ──switch──► microbatch 1 ──yield──► hub ...
+
+The hub is the greenlet that called `run_step` and the only parent (law 1): a microbatch switches to the hub and nowhere
+else, and its result or error is handed over as a value instead of travelling along greenlet parents, so an error is
+always charged to the microbatch that raised it. (Letting microbatches switch to each other saves one switch a yield and
+was rejected: an exception then surfaces in whichever greenlet happens to be the releaser.)
+
+Between two switches nothing happens but bookkeeping: end of slice, choice, begin of slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from greenlet import getcurrent, greenlet
+
+from .errors import ForeignSwitchError, SchedulerInternalError, StepAborted, UnsafeYieldError
+from .step import Microbatch, Step, running
+
+if TYPE_CHECKING:
+    from .scheduler import SliceHooks, SwitchState
+
+__all__ = ["GreenletMicrobatch", "run_step"]
+
+# What travels through `switch`: anything else means that somebody outside the step switched.
+_GO = object()
+_ENDED = object()
+
+# (yield site, bytes of C stack between the microbatch's entry and the yield) that were found free of C++ frames.
+# Walking the Python frames costs about 0.1 us a frame, too much for every yield of a deep model. A site alone is no
+# key: one yield line may be reached by a plain call first and through an operator later. The C frames are what matters,
+# and their number of bytes, which greenlet knows anyway, tells one path from another.
+_safe_paths: set[tuple[str, int]] = set()
+_MAX_SAFE_PATHS = 65536
+
+
+class GreenletMicrobatch(Microbatch):
+    __slots__ = ("greenlet", "to_hub")
+
+    def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
+        super().__init__(index, entry, context)
+        self.greenlet: greenlet | None = None
+        self.to_hub: Callable[[Any], Any] | None = None
+
+    def yield_(self, site: str) -> None:
+        if getcurrent() is not self.greenlet:
+            raise ForeignSwitchError(
+                f"the yield at {site!r} was called from a greenlet that is not microbatch {self.index}; "
+                "only the microbatch's own greenlet may yield (did a library inside the model start greenlets?)"
+            )
+        step = self.step
+        if step is None or self.to_hub is None or step.aborting:
+            raise StepAborted("the step is being aborted")
+        self.site = site
+        if self.to_hub(self) is not _GO:
+            raise ForeignSwitchError(
+                f"microbatch {self.index}, parked at {site!r}, was resumed by a greenlet that is not the hub"
+            )
+        if self.outstanding:
+            self.run_outstanding()
+
+    def body(self, _go: object) -> object:
+        """What the greenlet runs. Never raises: the outcome is left in `result` or `error`."""
+        try:
+            if self.entry is None:
+                raise SchedulerInternalError("a released microbatch was started")
+            self.result = self.entry()
+            self.run_leftovers()
+        except BaseException as error:
+            # Everything, KeyboardInterrupt and SystemExit included: the hub decides, after it has unwound the siblings.
+            self.error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        return _ENDED
+
+    def release(self) -> None:
+        super().release()
+        self.greenlet = self.to_hub = None
+
+
+def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
+    """Run the microbatches of `step` on this thread, until all returned or one failed (`step.failed_index`).
+
+    Raises what went wrong in the hub itself. In either case every microbatch is unwound when this returns.
+    """
+    hub = getcurrent()
+    thread = get_ident()
+    outer = running.get(thread)
+    microbatches: Sequence[Any] = step.microbatches
+    for microbatch in microbatches:
+        microbatch.greenlet = greenlet(microbatch.body, hub)
+        microbatch.greenlet.gr_context = hooks.copy_context()
+        microbatch.to_hub = hub.switch
+    state.start()
+    try:
+        _loop(step, choose, state, hooks, thread)
+    finally:
+        # Nothing to do after a step that succeeded; otherwise also where a KeyboardInterrupt landed in the hub itself.
+        if step.live:
+            _unwind(step, state, thread)
+        if outer is None:
+            running.pop(thread, None)
+        else:
+            running[thread] = outer
+        hooks.entered(outer)
+        state.finish()
+
+
+def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks, thread: int) -> None:
+    leave, resume = state.leave, state.resume
+    begin_slice, end_slice, entered = hooks.before_slice, hooks.after_slice, hooks.entered
+    strict = step.strict
+    while step.live:
+        microbatch: Any = step.check_choice(choose())
+        running[thread] = microbatch
+        entered(microbatch)
+        microbatch.started = True
+        if begin_slice:
+            hooks.notify(begin_slice, microbatch)
+        if microbatch.saved_state is None:
+            arrived = microbatch.greenlet.switch(_GO)
+            leave(microbatch)
+        else:
+            arrived = resume(microbatch, microbatch.greenlet.switch, _GO)
+        if arrived is microbatch:
+            key = (microbatch.site, microbatch.greenlet._stack_saved)
+            if strict or key not in _safe_paths:
+                _refuse_unsafe(microbatch, key, state)
+        elif arrived is _ENDED and microbatch.greenlet.dead:
+            microbatch.done = True
+            step.live -= 1
+            if microbatch.error is not None:
+                step.failed_index = microbatch.index
+                return
+            microbatch.site = ""
+        else:
+            raise ForeignSwitchError(
+                f"the hub was resumed by a greenlet that is no microbatch of this step, while microbatch "
+                f"{microbatch.index} ran (after {microbatch.site or 'its start'!r}); "
+                "inside a step only dbo_yield may hand the thread to the hub"
+            )
+        step.slice_ended(microbatch)
+        if end_slice:
+            hooks.notify(end_slice, microbatch)
+
+
+def _refuse_unsafe(microbatch: GreenletMicrobatch, key: tuple[str, int], state: SwitchState) -> None:
+    carrier = microbatch.greenlet
+    if carrier is None:
+        raise SchedulerInternalError("a parked microbatch has no greenlet")
+    op = state.unsafe_call(carrier.gr_frame)
+    if op is None:
+        if len(_safe_paths) < _MAX_SAFE_PATHS:
+            _safe_paths.add(key)
+        return
+    error = UnsafeYieldError(
+        f"microbatch {microbatch.index} yielded at {microbatch.site!r} under the operator {op}, whose C++ frame would "
+        f"abort the process when a sibling is resumed; register it with dbo_greenlet.direct_ops.register_direct_op"
+        f"({op!r}) so that it is called without that frame, or move the yield out of the operator",
+        op,
+    )
+    # This microbatch is still the only one parked under a C++ frame, so unwinding it at once is last in, first out.
+    _throw(microbatch, error, state)
+    raise error
+
+
+def _unwind(step: Step, state: SwitchState, thread: int) -> None:
+    """Throw `StepAborted` into every parked microbatch; its `finally` and `with` blocks run in its own thread state."""
+    step.aborting = True
+    interrupt: BaseException | None = None
+    microbatches: Sequence[Any] = step.microbatches
+    for microbatch in microbatches:
+        microbatch.outstanding.clear()
+        microbatch.inbox.clear()
+    for microbatch in microbatches:
+        carrier = microbatch.greenlet
+        if carrier:  # a greenlet is true while it is started and not dead
+            running[thread] = microbatch
+            try:
+                _throw(microbatch, StepAborted(f"a sibling of microbatch {microbatch.index} failed"), state)
+            except BaseException as error:
+                # A second Ctrl-C in the middle of the unwinding. The others are unwound first, then it goes on.
+                interrupt = error
+            if carrier:
+                # A yield while aborting raises instead of parking, so only somebody else's switch leads here.
+                microbatch.error = ForeignSwitchError(
+                    f"microbatch {microbatch.index} did not unwind: its code switched to another greenlet"
+                )
+        microbatch.done = True
+    step.live = 0
+    if interrupt is not None:
+        raise interrupt
+
+
+def _throw(microbatch: Any, error: BaseException, state: SwitchState) -> None:
+    """Raise `error` in a parked microbatch, with its own thread state on."""
+    if microbatch.saved_state is None:
+        microbatch.greenlet.throw(error)
+        state.leave(microbatch)
+    else:
+        state.resume(microbatch, microbatch.greenlet.throw, error)

@@ -1,0 +1,293 @@
+"""The scheduler: runs N microbatches to completion, one at a time, and says in which order it did.
+
+The laws it keeps are numbered in the documentation of the package:
+
+1. One thread, one parent.                            `greenlet_carrier`
+2. No switch under a C++ frame.                       `greenlet_carrier._refuse_unsafe`, `direct_ops`
+3. Thread state belongs to the microbatch.            `SwitchState`, implemented for torch by `thread_state`
+4. Events before switches, receives before use.       `microbatch`, `step.Microbatch.run_outstanding`
+5. The schedule is a function of (policy, seed, yield points).   `schedule`, `Step.slice_ended`
+6. Program order on the compute stream.               `Step.may_run`
+7. A failing microbatch fails the step.               `Scheduler.run`, `greenlet_carrier._unwind`
+8. Nothing when off.                                  `yields`
+9. Errors are part of the interface.                  `errors`
+
+This module imports neither torch nor CUDA nor vLLM, and nothing in it does I/O.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Generic, Protocol, TypeVar
+
+from . import greenlet_carrier, thread_carrier, yields
+from .errors import (
+    ConfigurationError,
+    ForeignSwitchError,
+    MicrobatchFailed,
+    PolicyError,
+    ReceiveHookError,
+    ScheduleDivergence,
+    SchedulerInternalError,
+    StepAborted,
+)
+from .policy import Policy, RoundRobin
+from .schedule import MAX_MICROBATCHES, Schedule
+from .step import Microbatch, Step
+
+__all__ = ["CARRIERS", "NullSwitchState", "Scheduler", "StepResult", "SwitchState"]
+
+T = TypeVar("T")
+logger = logging.getLogger("dbo_greenlet")
+
+
+class SwitchState(Protocol):
+    """Whose job it is that thread state belongs to the microbatch (law 3). One object serves one step.
+
+    `start` remembers the thread's state as the baseline. After each slice `leave` compares: equal costs a comparison and
+    nothing else; otherwise the difference goes into `microbatch.saved_state` and the baseline is put back. `resume`
+    is called only where `saved_state` is not None: it puts that state on round `switch(argument)` and then does what
+    `leave` does. `finish` ends the step, also a failed one, with the baseline on.
+
+    `thread_begin` and `thread_end` bracket a microbatch that is carried by an OS thread of its own.
+    `unsafe_call(frame)` names the operator whose C++ frame lies between a parked microbatch's yield and its entry.
+    """
+
+    def start(self) -> None: ...
+    def leave(self, microbatch: Microbatch) -> None: ...
+    def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any: ...
+    def finish(self) -> None: ...
+    def thread_begin(self) -> None: ...
+    def thread_end(self) -> None: ...
+    def unsafe_call(self, frame: FrameType | None) -> str | None: ...
+
+
+class NullSwitchState:
+    """For microbatches without torch: there is no state to keep apart, and no operator to yield under."""
+
+    def start(self) -> None:
+        pass
+
+    def leave(self, microbatch: Microbatch) -> None:
+        pass
+
+    def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any:
+        return switch(argument)
+
+    def finish(self) -> None:
+        pass
+
+    def thread_begin(self) -> None:
+        pass
+
+    def thread_end(self) -> None:
+        pass
+
+    def unsafe_call(self, frame: FrameType | None) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class StepResult(Generic[T]):
+    """What a step gave.
+
+    Attributes:
+        outputs: what each microbatch's entry returned, in order of the microbatches.
+        schedule: the decisions taken.
+    """
+
+    outputs: list[T]
+    schedule: Schedule
+
+    @property
+    def yields(self) -> tuple[int, ...]:
+        """Number of yields of each microbatch."""
+        return self.schedule.yields
+
+
+class SliceHooks:
+    """The instruments of one step, sorted by what they listen to, so that an unused event costs one test."""
+
+    def __init__(self, instruments: list[Any]) -> None:
+        self.instruments = instruments
+        self.before_slice = self.listeners("before_slice")
+        self.after_slice = self.listeners("after_slice")
+        self.entered = yields.entered
+        context = contextvars.copy_context()
+        self.copy_context = context.copy
+
+    def listeners(self, event: str) -> list[Any]:
+        return [method for i in self.instruments if (method := getattr(i, event, None)) is not None]
+
+    def notify(self, listeners: list[Any], *arguments: Any) -> None:
+        """Call each listener; one that raises is taken off and logged, the step goes on without it."""
+        for method in tuple(listeners):
+            try:
+                method(*arguments)
+            except Exception:
+                # An instrument watches; it must not be able to fail the step that it watches.
+                listeners.remove(method)
+                logger.exception("instrument %r raised and is removed", getattr(method, "__self__", method))
+
+
+CARRIERS: dict[str, tuple[type[Microbatch], Callable[..., None]]] = {
+    "greenlet": (greenlet_carrier.GreenletMicrobatch, greenlet_carrier.run_step),
+    "thread": (thread_carrier.ThreadMicrobatch, thread_carrier.run_step),
+}
+
+
+class Scheduler:
+    """Runs steps of N microbatches.
+
+    Args:
+        policy: who goes next; default `RoundRobin()`.
+        carrier: "greenlet" (all on the calling thread) or "thread" (one OS thread per microbatch with event hand-offs,
+            the classical design, for comparison). Never chosen silently.
+        strict: raise `ScheduleDivergence` where microbatches pass different yield sites, and look for C++ frames at
+            every yield. None reads the environment variable DBO_GREENLET_STRICT ("1" is on).
+        thread_state: "auto" keeps torch's thread state apart once torch is imported; None never does; or a callable
+            that makes one `SwitchState` per step.
+        watchdog: seconds without progress after which a report of the stuck step is logged; None is off.
+        instruments: objects with any of the methods `before_step(step)`, `after_step(step, error)`,
+            `before_slice(microbatch)`, `after_slice(microbatch)`, `recv_registered(microbatch)`,
+            `recv_ran(owner, by)`.
+
+    A scheduler has no state of its own between steps: it may run steps in several threads at once, and a microbatch may
+    run a step inside a step.
+
+    Raises:
+        ConfigurationError: a setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        carrier: str = "greenlet",
+        strict: bool | None = None,
+        thread_state: Callable[[], SwitchState] | str | None = "auto",
+        watchdog: float | None = None,
+        instruments: Iterable[Any] = (),
+    ) -> None:
+        if carrier not in CARRIERS:
+            raise ConfigurationError(f"carrier={carrier!r} is not known; choose one of {sorted(CARRIERS)}")
+        if isinstance(thread_state, str) and thread_state != "auto":
+            raise ConfigurationError(f"thread_state={thread_state!r}: use 'auto', None or a callable")
+        if watchdog is not None and not watchdog > 0:
+            raise ConfigurationError(f"watchdog={watchdog!r} must be a positive number of seconds, or None for off")
+        self.policy: Policy = RoundRobin() if policy is None else policy
+        self.carrier = carrier
+        self.strict = _strict_from_environment() if strict is None else strict
+        self.thread_state = thread_state
+        self.instruments = list(instruments)
+        self.watchdog = watchdog
+
+    def run(self, entries: Sequence[Callable[[], T]], contexts: Sequence[Any] | None = None) -> StepResult[T]:
+        """Run one step: every entry to completion, interleaved at its yield points.
+
+        Args:
+            entries: one callable per microbatch, N >= 1, all on the same model.
+            contexts: one `UBatchContext` per microbatch (streams and events), or None where no stream is switched.
+
+        Raises:
+            MicrobatchFailed: an entry raised; its error is the cause. Siblings are unwound, the thread's state is
+                what it was, and the next step works.
+            KeyboardInterrupt, SystemExit: raised in or between microbatches; siblings are unwound first.
+            ScheduleDivergence, UnsafeYieldError, ForeignSwitchError, ReceiveHookError, PolicyError: see there.
+            ConfigurationError: no entry, too many, or as many contexts as there are not entries.
+        """
+        count = len(entries)
+        if not 1 <= count <= MAX_MICROBATCHES:
+            raise ConfigurationError(f"a step has 1 to {MAX_MICROBATCHES} microbatches, not {count}")
+        if contexts is not None and len(contexts) != count:
+            raise ConfigurationError(f"{len(contexts)} contexts for {count} microbatches; pass one for each")
+        kind, run_step = CARRIERS[self.carrier]
+        step = Step(
+            [kind(i, entry, contexts[i] if contexts else None) for i, entry in enumerate(entries)],
+            getattr(self.policy, "name", type(self.policy).__name__),
+            self.strict,
+        )
+        hooks = SliceHooks(self.instruments)
+        if registered := hooks.listeners("recv_registered"):
+            step.on_register = lambda owner: hooks.notify(registered, owner)
+        if ran := hooks.listeners("recv_ran"):
+            step.on_receive = lambda owner, by: hooks.notify(ran, owner, by)
+        hooks.notify(hooks.listeners("before_step"), step)
+        error: BaseException | None = None
+        try:
+            self._run(step, run_step, hooks)
+            return StepResult(
+                [m.result for m in step.microbatches], Schedule(count, tuple(step.decisions), tuple(step.sites))
+            )
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            hooks.notify(hooks.listeners("after_step"), step, error)
+            error = None
+            step.release()
+
+    def _run(self, step: Step, run_step: Callable[..., None], hooks: SliceHooks) -> None:
+        choose = self.policy.start(step)
+        watched = None
+        if self.watchdog is not None:
+            from .watchdog import watch
+
+            watched = watch(step, self.watchdog)
+        try:
+            run_step(step, choose, self._switch_state(), hooks)
+        finally:
+            if watched is not None:
+                watched.stop()
+        if step.failed_index is not None:
+            _raise_failed(step, step.failed_index)
+        if finish := getattr(self.policy, "finish", None):
+            finish(step)
+
+    def _switch_state(self) -> SwitchState:
+        if callable(self.thread_state):
+            return self.thread_state()
+        # torch is not imported here: a program that has not imported it has no torch thread state to keep.
+        if self.thread_state == "auto" and "torch" in sys.modules:
+            from .thread_state import TorchThreadState
+
+            return TorchThreadState()
+        return NullSwitchState()
+
+    def __repr__(self) -> str:
+        return f"Scheduler(policy={self.policy!r}, carrier={self.carrier!r}, strict={self.strict})"
+
+
+# What the scheduler finds wrong and raises inside a microbatch, at its own yield point. It names the microbatch already, so
+# it reaches the caller as it is; everything else that comes out of a microbatch is wrapped.
+_OURS = (ScheduleDivergence, ForeignSwitchError, ReceiveHookError, PolicyError, SchedulerInternalError)
+
+
+def _raise_failed(step: Step, index: int) -> None:
+    failed = step.microbatches[index]
+    cause = failed.error
+    if cause is None:
+        raise SchedulerInternalError(f"microbatch {index} failed without an error")
+    secondary = [
+        (m.index, m.error)
+        for m in step.microbatches
+        if m is not failed and m.error is not None and not isinstance(m.error, StepAborted)
+    ]
+    for _, error in secondary:
+        if not isinstance(error, Exception):
+            raise error from cause  # KeyboardInterrupt, SystemExit: whoever asked to stop is not to be answered "failed"
+    if isinstance(cause, _OURS) or not isinstance(cause, Exception):
+        raise cause
+    failure = MicrobatchFailed(index, step.count, failed.slice_number, failed.site)
+    failure.secondary.extend(secondary)
+    raise failure from cause
+
+
+def _strict_from_environment() -> bool:
+    return os.environ.get("DBO_GREENLET_STRICT", "") not in ("", "0")

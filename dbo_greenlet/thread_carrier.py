@@ -1,0 +1,217 @@
+"""Microbatches as OS threads: the classical design, for comparison.
+
+The same `Step` keeps the same laws and makes the same decisions; only what carries a microbatch differs. One thread
+runs at a time. A yielding thread does the hub's bookkeeping itself and wakes the next one directly: handing over to a
+hub thread first would double the hand-offs, and this carrier is the baseline the greenlets are measured against, so it
+must be as good as the design allows.
+
+The hand-off is a `threading.Event` per microbatch: set the next one's, wait for one's own, clear it. That is what is
+meant by "stock threads" in every table. A bare lock used as a binary semaphore is about twice as quick; it is what
+`hand_off="lock"` takes, so that a benchmark can show both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .errors import SchedulerInternalError, StepAborted
+from .step import Microbatch, Step, running
+
+if TYPE_CHECKING:
+    from .scheduler import SliceHooks, SwitchState
+
+__all__ = ["LockThreadMicrobatch", "ThreadMicrobatch", "run_step"]
+
+
+class Signal(Protocol):
+    """Wakes one waiter; a wake-up that comes before the wait is not lost."""
+
+    def wake(self) -> None: ...
+    def sleep(self) -> None: ...
+
+
+class EventSignal:
+    __slots__ = ("sleep", "wake")
+
+    def __init__(self) -> None:
+        event = threading.Event()
+        self.wake = event.set
+
+        def sleep(wait: Callable[[], bool] = event.wait, clear: Callable[[], None] = event.clear) -> None:
+            wait()
+            clear()
+
+        self.sleep = sleep
+
+
+class LockSignal:
+    __slots__ = ("_lock", "sleep")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.sleep = self._lock.acquire
+
+    def wake(self) -> None:
+        # During an abort a thread may be woken twice; releasing a lock that is open is an error, and harmless here.
+        if self._lock.locked():
+            self._lock.release()
+
+
+class Baton:
+    """What the threads of one step share."""
+
+    __slots__ = ("choose", "hooks", "over", "state", "step")
+
+    def __init__(self, step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
+        self.step = step
+        self.choose = choose
+        self.state = state
+        self.hooks = hooks
+        self.over = threading.Event()
+
+    def pass_on(self) -> Any:
+        """Decide who is next; the caller holds the baton, so nobody else runs."""
+        microbatch: Any = self.step.check_choice(self.choose())
+        microbatch.started = True
+        return microbatch
+
+    def slice_begins(self, microbatch: Microbatch) -> None:
+        self.hooks.entered(microbatch)
+        if self.hooks.before_slice:
+            self.hooks.notify(self.hooks.before_slice, microbatch)
+
+    def slice_ended(self, microbatch: Microbatch) -> None:
+        self.step.slice_ended(microbatch)
+        if self.hooks.after_slice:
+            self.hooks.notify(self.hooks.after_slice, microbatch)
+
+
+class ThreadMicrobatch(Microbatch):
+    __slots__ = ("baton", "signal", "thread")
+
+    new_signal: Callable[[], Signal] = EventSignal
+
+    def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
+        super().__init__(index, entry, context)
+        self.signal: Signal = type(self).new_signal()
+        self.baton: Baton | None = None
+        self.thread: threading.Thread | None = None
+
+    def yield_(self, site: str) -> None:
+        step, baton = self.step, self.baton
+        if step is None or baton is None or step.aborting:
+            raise StepAborted("the step is being aborted")
+        self.site = site
+        baton.slice_ended(self)
+        chosen = baton.pass_on()
+        if chosen is not self:
+            chosen.signal.wake()
+            self.signal.sleep()
+        if step.aborting:
+            raise StepAborted(f"a sibling of microbatch {self.index} failed")
+        baton.slice_begins(self)
+        if self.outstanding:
+            self.run_outstanding()
+
+    def body(self) -> None:
+        """What the thread runs. Never raises; the last thread to hold the baton tells the caller that the step is over."""
+        baton, step = self.baton, self.step
+        if baton is None or step is None:
+            raise SchedulerInternalError("a released microbatch was started")
+        self.signal.sleep()
+        if step.aborting:
+            return
+        thread = get_ident()
+        running[thread] = self
+        try:
+            baton.state.thread_begin()
+            try:
+                self._slice_loop(baton, step)
+            finally:
+                baton.state.thread_end()
+        except BaseException as error:
+            # Everything: the thread that called `run` raises it, after the siblings are unwound.
+            self.error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+            if step.failed_index is None and not isinstance(error, StepAborted):
+                step.failed_index = self.index
+        finally:
+            running.pop(thread, None)
+            if not self.done:
+                self.done = True
+                step.live -= 1
+        self._hand_on(baton, step)
+
+    def _slice_loop(self, baton: Baton, step: Step) -> None:
+        context = self.context
+        if context is not None:
+            # The current stream belongs to the thread; a new thread starts on the device's default one.
+            context.device.set_stream(context.compute_stream)
+        baton.slice_begins(self)
+        if self.entry is None:
+            raise SchedulerInternalError("a released microbatch was started")
+        self.result = self.entry()
+        self.run_leftovers()
+        self.done = True
+        step.live -= 1
+        self.site = ""
+        baton.slice_ended(self)
+
+    def _hand_on(self, baton: Baton, step: Step) -> None:
+        if step.aborting or step.failed_index is not None or not step.live:
+            baton.over.set()
+            return
+        try:
+            baton.pass_on().signal.wake()
+        except BaseException as error:
+            # The policy failed between two microbatches: charge it to the step, not to the one that just returned.
+            self.error = error
+            step.failed_index = self.index
+            baton.over.set()
+
+    def release(self) -> None:
+        super().release()
+        self.baton = None
+        self.thread = None
+
+
+class LockThreadMicrobatch(ThreadMicrobatch):
+    """The same with a lock for each hand-off instead of an event."""
+
+    __slots__ = ()
+    new_signal = LockSignal
+
+
+def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
+    """Run the microbatches of `step` on one thread each, until all returned or one failed (`step.failed_index`).
+
+    All threads have ended when this returns or raises.
+    """
+    microbatches: Sequence[Any] = step.microbatches
+    baton = Baton(step, choose, state, hooks)
+    state.start()
+    outer = running.get(get_ident())
+    try:
+        for microbatch in microbatches:
+            microbatch.baton = baton
+            microbatch.thread = threading.Thread(
+                target=hooks.copy_context().run,
+                args=(microbatch.body,),
+                name=f"dbo_greenlet microbatch {microbatch.index}",
+                daemon=True,
+            )
+            microbatch.thread.start()
+        baton.pass_on().signal.wake()
+        baton.over.wait()
+    finally:
+        # Also on KeyboardInterrupt here: the one that runs meets `aborting` at its next yield, the parked ones now.
+        step.aborting = True
+        for microbatch in microbatches:
+            if microbatch.thread is not None and microbatch.thread.ident is not None:
+                microbatch.signal.wake()
+                microbatch.thread.join()
+        hooks.entered(outer)
+        state.finish()

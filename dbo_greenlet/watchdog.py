@@ -1,0 +1,125 @@
+"""Says of a step that makes no progress who is parked where, what is still to be received, and whose fault it is not.
+
+One daemon thread per watched step looks at the step's record; it exists only while a watchdog is set, and ends with the
+step. It never interferes: a stuck collective or kernel is not for us to kill.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import traceback
+from types import FrameType
+
+from .step import Microbatch, State, Step
+
+__all__ = ["Watched", "describe", "watch"]
+
+logger = logging.getLogger("dbo_greenlet.watchdog")
+
+_OUR_FILES = ("greenlet_carrier.py", "thread_carrier.py", "step.py", "scheduler.py", "policy.py")
+
+
+class Watched:
+    """One watched step; `stop` ends the watching thread and joins it. `reports` holds what was logged."""
+
+    def __init__(self, step: Step, seconds: float) -> None:
+        self.step = step
+        self.seconds = seconds
+        self.reports: list[str] = []
+        self._caller = threading.get_ident()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dbo_greenlet watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        seen = -1
+        reported = -1
+        while not self._over.wait(self.seconds):
+            progress = len(self.step.decisions)
+            if progress == seen and progress != reported:
+                reported = progress  # once per place at which it is stuck, not once per period
+                report = describe(self.step, self._caller, self.seconds)
+                self.reports.append(report)
+                logger.error("%s", report)
+            seen = progress
+
+
+def watch(step: Step, seconds: float) -> Watched:
+    """Watch `step` until `stop` is called on the result; `seconds` without a slice ending is called stuck."""
+    return Watched(step, seconds)
+
+
+def describe(step: Step, thread: int, seconds: float) -> str:
+    """The report: one line on whether the scheduler is to blame, one per microbatch, and the running Python stack."""
+    frames = sys._current_frames()
+    current = _running(step)
+    thread = getattr(getattr(current, "thread", None), "ident", None) or thread
+    frame = frames.get(thread)
+    lines = [f"no progress for {seconds:g} s in a step of {step.count} microbatches after {len(step.decisions)} slices"]
+    if current is None:
+        lines.append("no microbatch runs: the step is stuck in the scheduler or between steps")
+    elif _in_scheduler(frame):
+        lines.append(f"microbatch {current.index} was picked and the thread is inside the scheduler")
+    else:
+        lines.append(
+            f"microbatch {current.index} runs and does not come back: it is not parked in the scheduler; "
+            "look at the last line of the stack below (a collective, a lock, a kernel launch)"
+        )
+    for microbatch in step.microbatches:
+        lines.append("  " + _line(microbatch, current))
+    if frame is not None:
+        lines.append("stack of the thread that runs the step, innermost call last:")
+        lines.extend(line.rstrip() for line in traceback.format_stack(frame))
+    return "\n".join(lines)
+
+
+def _running(step: Step) -> Microbatch | None:
+    # A slice is recorded when it ends, so the one that was started and is neither done nor where the record left it...
+    # is not derivable from the record alone; the table of running microbatches is.
+    from .step import running
+
+    for microbatch in tuple(running.values()):
+        if microbatch.step is step and not microbatch.done:
+            thread = getattr(microbatch, "thread", None)
+            if thread is None or not _sleeps(microbatch):
+                return microbatch
+    return None
+
+
+def _sleeps(microbatch: Microbatch) -> bool:
+    # Thread carrier: every started microbatch is in the table; the parked ones are those inside their own yield.
+    thread = getattr(microbatch, "thread", None)
+    frame = sys._current_frames().get(thread.ident) if thread is not None else None
+    while frame is not None:
+        if frame.f_code.co_name == "sleep" and frame.f_code.co_filename.endswith("thread_carrier.py"):
+            return True
+        if frame.f_code.co_filename.endswith("threading.py"):
+            frame = frame.f_back
+            continue
+        return False
+    return False
+
+
+def _line(microbatch: Microbatch, current: Microbatch | None) -> str:
+    where = f"after {microbatch.site!r}" if microbatch.site else "before its first yield"
+    receives = f", {len(microbatch.outstanding)} receive(s) open" if microbatch.outstanding else ""
+    if microbatch.done:
+        state = State.RETURNED.value if microbatch.error is None else State.FAILED.value
+        return f"microbatch {microbatch.index}: {state} after {microbatch.slice_number} slices"
+    if microbatch is current:
+        return f"microbatch {microbatch.index}: running slice {microbatch.slice_number}, {where}{receives}"
+    if not microbatch.started:
+        return f"microbatch {microbatch.index}: not started"
+    return f"microbatch {microbatch.index}: parked at {microbatch.site!r} after {microbatch.slice_number} slices{receives}"
+
+
+def _in_scheduler(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.replace("\\", "/").endswith(
+        tuple(f"dbo_greenlet/{name}" for name in _OUR_FILES)
+    )
