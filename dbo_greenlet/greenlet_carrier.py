@@ -22,13 +22,23 @@ from .errors import ForeignSwitchError, SchedulerInternalError, StepAborted, Uns
 from .step import Microbatch, Step, running
 
 if TYPE_CHECKING:
-    from .scheduler import SliceHooks, SwitchState
+    from .scheduler import SliceHooks
+    from .switch_state import SwitchState
 
 __all__ = ["GreenletMicrobatch", "run_step"]
 
 # What travels through `switch`: anything else means that somebody outside the step switched.
 _GO = object()
-_ENDED = object()
+
+
+class _Ended:
+    """What a microbatch's greenlet hands to the hub when it is through."""
+
+    __slots__ = ("microbatch",)
+
+    def __init__(self, microbatch: GreenletMicrobatch) -> None:
+        self.microbatch = microbatch
+
 
 # (yield site, bytes of C stack between the microbatch's entry and the yield) that were found free of C++ frames.
 # Walking the Python frames costs about 0.1 us a frame, too much for every yield of a deep model. A site alone is no
@@ -39,11 +49,12 @@ _MAX_SAFE_PATHS = 65536
 
 
 class GreenletMicrobatch(Microbatch):
-    __slots__ = ("greenlet", "to_hub")
+    __slots__ = ("greenlet", "switch", "to_hub")
 
     def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
         super().__init__(index, entry, context)
         self.greenlet: greenlet | None = None
+        self.switch: Callable[[Any], Any] | None = None
         self.to_hub: Callable[[Any], Any] | None = None
 
     def yield_(self, site: str) -> None:
@@ -73,11 +84,11 @@ class GreenletMicrobatch(Microbatch):
         except BaseException as error:
             # Everything, KeyboardInterrupt and SystemExit included: the hub decides, after it has unwound the siblings.
             self.error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
-        return _ENDED
+        return _Ended(self)
 
     def release(self) -> None:
         super().release()
-        self.greenlet = self.to_hub = None
+        self.greenlet = self.switch = self.to_hub = None
 
 
 def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
@@ -92,6 +103,7 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
     for microbatch in microbatches:
         microbatch.greenlet = greenlet(microbatch.body, hub)
         microbatch.greenlet.gr_context = hooks.copy_context()
+        microbatch.switch = microbatch.greenlet.switch
         microbatch.to_hub = hub.switch
     state.start()
     try:
@@ -120,25 +132,27 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Slic
         if begin_slice:
             hooks.notify(begin_slice, microbatch)
         if microbatch.saved_state is None:
-            arrived = microbatch.greenlet.switch(_GO)
+            arrived = microbatch.switch(_GO)
             leave(microbatch)
         else:
-            arrived = resume(microbatch, microbatch.greenlet.switch, _GO)
+            arrived = resume(microbatch, microbatch.switch, _GO)
         if arrived is microbatch:
             key = (microbatch.site, microbatch.greenlet._stack_saved)
             if strict or key not in _safe_paths:
                 _refuse_unsafe(microbatch, key, state)
-        elif arrived is _ENDED and microbatch.greenlet.dead:
+        elif isinstance(arrived, _Ended) and arrived.microbatch is microbatch:
             microbatch.done = True
             step.live -= 1
             if microbatch.error is not None:
                 step.failed_index = microbatch.index
                 return
             microbatch.site = ""
+        elif isinstance(arrived, _Ended) and arrived.microbatch.error is not None:
+            raise arrived.microbatch.error  # somebody switched into a parked one, which noticed
         else:
             raise ForeignSwitchError(
                 f"the hub was resumed by a greenlet that is no microbatch of this step, while microbatch "
-                f"{microbatch.index} ran (after {microbatch.site or 'its start'!r}); "
+                f"{microbatch.index} ran (after {repr(microbatch.site) if microbatch.site else 'its start'}); "
                 "inside a step only dbo_yield may hand the thread to the hub"
             )
         step.slice_ended(microbatch)

@@ -24,8 +24,8 @@ class UBatchContext:
     """Streams and events of one microbatch.
 
     Attributes: `id`, `device`, `compute_stream` and `comm_stream` (shared by all microbatches of a step),
-    `gpu_compute_done_event` and `gpu_comm_done_event` (its own), `forward_context` (whatever the host framework wants to be current
-    while it runs, or None).
+    `gpu_compute_done_event` and `gpu_comm_done_event` (its own), `forward_context` (whatever the host framework wants
+    to be current while it runs, or None).
     """
 
     __slots__ = (
@@ -65,7 +65,8 @@ class UBatchContext:
     @property
     def current_stream(self) -> Stream:
         """The stream that is current on this thread."""
-        return self.device.current_stream()
+        stream: Stream = self.device.current_stream()
+        return stream
 
     @property
     def recv_hook(self) -> Any:

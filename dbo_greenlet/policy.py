@@ -1,8 +1,8 @@
 """Who goes next.
 
-A policy is an oracle: at every yield the scheduler shows it the step and takes the index it answers. The scheduler keeps
-the laws, the policy keeps none: an answer that may not run now is refused with `PolicyError`, so a policy file needs no
-defensive code and a wrong policy cannot corrupt a step.
+A policy is an oracle: at every yield the scheduler shows it the step and takes the index it answers. The scheduler
+keeps the laws, the policy keeps none: an answer that may not run now is refused with `PolicyError`, so a policy file
+needs no defensive code and a wrong policy cannot corrupt a step.
 
 A policy object holds settings only and may serve several steps, also in several threads at once. What one step needs
 lives in the closure that `start` returns.
@@ -17,7 +17,7 @@ from .errors import PolicyError, ReplayMismatch
 from .schedule import Schedule
 
 if TYPE_CHECKING:
-    from .scheduler import Step
+    from .step import Step
 
 __all__ = ["Policy", "RoundRobin", "Scripted"]
 

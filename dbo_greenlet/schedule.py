@@ -99,7 +99,7 @@ class Schedule:
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
     """Index of the first element at which two sequences part (also by length), None if they are equal."""
-    for position, (a, b) in enumerate(zip(ours, theirs)):
+    for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return position
     if len(ours) != len(theirs):

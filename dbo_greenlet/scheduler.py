@@ -4,7 +4,7 @@ The laws it keeps are numbered in the documentation of the package:
 
 1. One thread, one parent.                            `greenlet_carrier`
 2. No switch under a C++ frame.                       `greenlet_carrier._refuse_unsafe`, `direct_ops`
-3. Thread state belongs to the microbatch.            `SwitchState`, implemented for torch by `thread_state`
+3. Thread state belongs to the microbatch.            `switch_state`, for torch `thread_state`
 4. Events before switches, receives before use.       `microbatch`, `step.Microbatch.run_outstanding`
 5. The schedule is a function of (policy, seed, yield points).   `schedule`, `Step.slice_ended`
 6. Program order on the compute stream.               `Step.may_run`
@@ -23,8 +23,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import greenlet_carrier, thread_carrier, yields
 from .errors import (
@@ -40,57 +39,15 @@ from .errors import (
 from .policy import Policy, RoundRobin
 from .schedule import MAX_MICROBATCHES, Schedule
 from .step import Microbatch, Step
+from .switch_state import PlainSwitchState, SwitchState
 
-__all__ = ["CARRIERS", "NullSwitchState", "Scheduler", "StepResult", "SwitchState"]
+__all__ = ["CARRIERS", "Scheduler", "StepResult"]
+
+if TYPE_CHECKING:
+    from .devices import Device
 
 T = TypeVar("T")
 logger = logging.getLogger("dbo_greenlet")
-
-
-class SwitchState(Protocol):
-    """Whose job it is that thread state belongs to the microbatch (law 3). One object serves one step.
-
-    `start` remembers the thread's state as the baseline. After each slice `leave` compares: equal costs a comparison and
-    nothing else; otherwise the difference goes into `microbatch.saved_state` and the baseline is put back. `resume`
-    is called only where `saved_state` is not None: it puts that state on round `switch(argument)` and then does what
-    `leave` does. `finish` ends the step, also a failed one, with the baseline on.
-
-    `thread_begin` and `thread_end` bracket a microbatch that is carried by an OS thread of its own.
-    `unsafe_call(frame)` names the operator whose C++ frame lies between a parked microbatch's yield and its entry.
-    """
-
-    def start(self) -> None: ...
-    def leave(self, microbatch: Microbatch) -> None: ...
-    def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any: ...
-    def finish(self) -> None: ...
-    def thread_begin(self) -> None: ...
-    def thread_end(self) -> None: ...
-    def unsafe_call(self, frame: FrameType | None) -> str | None: ...
-
-
-class NullSwitchState:
-    """For microbatches without torch: there is no state to keep apart, and no operator to yield under."""
-
-    def start(self) -> None:
-        pass
-
-    def leave(self, microbatch: Microbatch) -> None:
-        pass
-
-    def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any:
-        return switch(argument)
-
-    def finish(self) -> None:
-        pass
-
-    def thread_begin(self) -> None:
-        pass
-
-    def thread_end(self) -> None:
-        pass
-
-    def unsafe_call(self, frame: FrameType | None) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -151,8 +108,8 @@ class Scheduler:
             the classical design, for comparison). Never chosen silently.
         strict: raise `ScheduleDivergence` where microbatches pass different yield sites, and look for C++ frames at
             every yield. None reads the environment variable DBO_GREENLET_STRICT ("1" is on).
-        thread_state: "auto" keeps torch's thread state apart once torch is imported; None never does; or a callable
-            that makes one `SwitchState` per step.
+        thread_state: "auto" keeps torch's thread state apart once torch is imported; None keeps the current stream
+            only; or a callable that makes one `SwitchState` per step.
         watchdog: seconds without progress after which a report of the stuck step is logged; None is off.
         instruments: objects with any of the methods `before_step(step)`, `after_step(step, error)`,
             `before_slice(microbatch)`, `after_slice(microbatch)`, `recv_registered(microbatch)`,
@@ -221,7 +178,7 @@ class Scheduler:
         hooks.notify(hooks.listeners("before_step"), step)
         error: BaseException | None = None
         try:
-            self._run(step, run_step, hooks)
+            self._run(step, run_step, hooks, getattr(contexts[0], "device", None) if contexts else None)
             return StepResult(
                 [m.result for m in step.microbatches], Schedule(count, tuple(step.decisions), tuple(step.sites))
             )
@@ -233,7 +190,7 @@ class Scheduler:
             error = None
             step.release()
 
-    def _run(self, step: Step, run_step: Callable[..., None], hooks: SliceHooks) -> None:
+    def _run(self, step: Step, run_step: Callable[..., None], hooks: SliceHooks, device: Device | None) -> None:
         choose = self.policy.start(step)
         watched = None
         if self.watchdog is not None:
@@ -241,7 +198,7 @@ class Scheduler:
 
             watched = watch(step, self.watchdog)
         try:
-            run_step(step, choose, self._switch_state(), hooks)
+            run_step(step, choose, self._switch_state(device), hooks)
         finally:
             if watched is not None:
                 watched.stop()
@@ -250,43 +207,56 @@ class Scheduler:
         if finish := getattr(self.policy, "finish", None):
             finish(step)
 
-    def _switch_state(self) -> SwitchState:
+    def _switch_state(self, device: Device | None) -> SwitchState:
         if callable(self.thread_state):
             return self.thread_state()
         # torch is not imported here: a program that has not imported it has no torch thread state to keep.
         if self.thread_state == "auto" and "torch" in sys.modules:
             from .thread_state import TorchThreadState
 
-            return TorchThreadState()
-        return NullSwitchState()
+            return TorchThreadState(device)
+        return PlainSwitchState(device)
 
     def __repr__(self) -> str:
         return f"Scheduler(policy={self.policy!r}, carrier={self.carrier!r}, strict={self.strict})"
 
 
-# What the scheduler finds wrong and raises inside a microbatch, at its own yield point. It names the microbatch already, so
-# it reaches the caller as it is; everything else that comes out of a microbatch is wrapped.
+# What the scheduler finds wrong and raises inside a microbatch, at its own yield point. It names the microbatch
+# already, so it reaches the caller as it is; everything else that comes out of a microbatch is wrapped.
 _OURS = (ScheduleDivergence, ForeignSwitchError, ReceiveHookError, PolicyError, SchedulerInternalError)
 
 
 def _raise_failed(step: Step, index: int) -> None:
     failed = step.microbatches[index]
-    cause = failed.error
-    if cause is None:
-        raise SchedulerInternalError(f"microbatch {index} failed without an error")
     secondary = [
         (m.index, m.error)
         for m in step.microbatches
         if m is not failed and m.error is not None and not isinstance(m.error, StepAborted)
     ]
+    error = _what_to_raise(step, failed, secondary)
+    cause = failed.error
+    try:
+        if error is cause:
+            raise error
+        raise error from cause
+    finally:
+        # An error whose traceback holds the frame that holds the error is a cycle, and with it would stay the model's
+        # frames and their tensors until the garbage collector happens to come.
+        del error, cause, failed, secondary
+
+
+def _what_to_raise(step: Step, failed: Microbatch, secondary: list[tuple[int, BaseException]]) -> BaseException:
     for _, error in secondary:
         if not isinstance(error, Exception):
-            raise error from cause  # KeyboardInterrupt, SystemExit: whoever asked to stop is not to be answered "failed"
+            return error  # KeyboardInterrupt, SystemExit: whoever asked to stop is not to be answered "failed"
+    cause = failed.error
+    if cause is None:
+        return SchedulerInternalError(f"microbatch {failed.index} failed without an error")
     if isinstance(cause, _OURS) or not isinstance(cause, Exception):
-        raise cause
-    failure = MicrobatchFailed(index, step.count, failed.slice_number, failed.site)
+        return cause
+    failure = MicrobatchFailed(failed.index, step.count, failed.slice_number, failed.site)
     failure.secondary.extend(secondary)
-    raise failure from cause
+    return failure
 
 
 def _strict_from_environment() -> bool:

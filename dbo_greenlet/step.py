@@ -190,9 +190,9 @@ class Microbatch:
 class Step:
     """The bookkeeping of one step. Policies and instruments read it; only carriers write to it.
 
-    Attributes: `count` (N), `microbatches`, `decisions` (the index that ran, slice by slice), `sites` (the site at which
-    each of these slices ended, "" = returned), `last` (the microbatch that ran last, -1 at the start), `live` (how many
-    are not done), `policy_name`.
+    Attributes: `count` (N), `microbatches`, `decisions` (the index that ran, slice by slice), `sites` (the site at
+    which each of these slices ended, "" = returned), `last` (the microbatch that ran last, -1 at the start), `live`
+    (how many are not done), `policy_name`.
     """
 
     def __init__(self, microbatches: Sequence[Microbatch], policy_name: str, strict: bool) -> None:
@@ -212,7 +212,7 @@ class Step:
         self._reference: list[str] = []
         self._reference_owner: list[int] = []
         ring = self.microbatches[1:] + self.microbatches[:1]
-        for microbatch, successor in zip(self.microbatches, ring):
+        for microbatch, successor in zip(self.microbatches, ring, strict=True):
             microbatch.step = self
             microbatch.successor = successor
 
@@ -256,7 +256,9 @@ class Step:
             if self.may_run(index):
                 return microbatch
         why = "is done" if microbatch.done else "would overtake an earlier microbatch on the compute stream"
-        raise PolicyError(f"policy {self.policy_name!r} picked microbatch {index}, which {why}; runnable: {self.runnable()}")
+        raise PolicyError(
+            f"policy {self.policy_name!r} picked microbatch {index}, which {why}; runnable: {self.runnable()}"
+        )
 
     # -- the record (law 5) ------------------------------------------------------------------------------------------
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .errors import SchedulerInternalError, StepAborted
 from .step import Microbatch, Step, running
 
 if TYPE_CHECKING:
-    from .scheduler import SliceHooks, SwitchState
+    from .scheduler import SliceHooks
+    from .switch_state import SwitchState
 
 __all__ = ["LockThreadMicrobatch", "ThreadMicrobatch", "run_step"]
 
@@ -30,7 +31,7 @@ class Signal(Protocol):
     """Wakes one waiter; a wake-up that comes before the wait is not lost."""
 
     def wake(self) -> None: ...
-    def sleep(self) -> None: ...
+    def sleep(self) -> object: ...
 
 
 class EventSignal:
@@ -64,7 +65,7 @@ class LockSignal:
 class Baton:
     """What the threads of one step share."""
 
-    __slots__ = ("choose", "hooks", "over", "state", "step")
+    __slots__ = ("choose", "fault", "hooks", "over", "state", "step")
 
     def __init__(self, step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
         self.step = step
@@ -72,9 +73,24 @@ class Baton:
         self.state = state
         self.hooks = hooks
         self.over = threading.Event()
+        self.fault: BaseException | None = None
+
+    def slice_ended(self, microbatch: Microbatch) -> Any:
+        """The hub's part at the end of a slice: record it and decide who is next, None where nobody is left.
+
+        The caller holds the baton, so nobody else runs. An error here is the step's and not the microbatch's that
+        happens to do the bookkeeping: it is kept for the thread that called `run`, and the microbatch is unwound.
+        """
+        try:
+            self.step.slice_ended(microbatch)
+            if self.hooks.after_slice:
+                self.hooks.notify(self.hooks.after_slice, microbatch)
+            return self.pass_on() if self.step.live else None
+        except BaseException as error:
+            self.fault = error
+            raise StepAborted("the scheduler failed") from None
 
     def pass_on(self) -> Any:
-        """Decide who is next; the caller holds the baton, so nobody else runs."""
         microbatch: Any = self.step.check_choice(self.choose())
         microbatch.started = True
         return microbatch
@@ -84,16 +100,11 @@ class Baton:
         if self.hooks.before_slice:
             self.hooks.notify(self.hooks.before_slice, microbatch)
 
-    def slice_ended(self, microbatch: Microbatch) -> None:
-        self.step.slice_ended(microbatch)
-        if self.hooks.after_slice:
-            self.hooks.notify(self.hooks.after_slice, microbatch)
-
 
 class ThreadMicrobatch(Microbatch):
     __slots__ = ("baton", "signal", "thread")
 
-    new_signal: Callable[[], Signal] = EventSignal
+    new_signal: ClassVar[Callable[[], Signal]] = EventSignal
 
     def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
         super().__init__(index, entry, context)
@@ -106,8 +117,7 @@ class ThreadMicrobatch(Microbatch):
         if step is None or baton is None or step.aborting:
             raise StepAborted("the step is being aborted")
         self.site = site
-        baton.slice_ended(self)
-        chosen = baton.pass_on()
+        chosen = baton.slice_ended(self)
         if chosen is not self:
             chosen.signal.wake()
             self.signal.sleep()
@@ -118,7 +128,7 @@ class ThreadMicrobatch(Microbatch):
             self.run_outstanding()
 
     def body(self) -> None:
-        """What the thread runs. Never raises; the last thread to hold the baton tells the caller that the step is over."""
+        """What the thread runs. Never raises; the last one to hold the baton tells the caller that the step is over."""
         baton, step = self.baton, self.step
         if baton is None or step is None:
             raise SchedulerInternalError("a released microbatch was started")
@@ -127,10 +137,11 @@ class ThreadMicrobatch(Microbatch):
             return
         thread = get_ident()
         running[thread] = self
+        chosen = None
         try:
             baton.state.thread_begin()
             try:
-                self._slice_loop(baton, step)
+                chosen = self._run_entry(baton, step)
             finally:
                 baton.state.thread_end()
         except BaseException as error:
@@ -143,9 +154,12 @@ class ThreadMicrobatch(Microbatch):
             if not self.done:
                 self.done = True
                 step.live -= 1
-        self._hand_on(baton, step)
+        if chosen is None:
+            baton.over.set()
+        else:
+            chosen.signal.wake()
 
-    def _slice_loop(self, baton: Baton, step: Step) -> None:
+    def _run_entry(self, baton: Baton, step: Step) -> Any:
         context = self.context
         if context is not None:
             # The current stream belongs to the thread; a new thread starts on the device's default one.
@@ -158,19 +172,7 @@ class ThreadMicrobatch(Microbatch):
         self.done = True
         step.live -= 1
         self.site = ""
-        baton.slice_ended(self)
-
-    def _hand_on(self, baton: Baton, step: Step) -> None:
-        if step.aborting or step.failed_index is not None or not step.live:
-            baton.over.set()
-            return
-        try:
-            baton.pass_on().signal.wake()
-        except BaseException as error:
-            # The policy failed between two microbatches: charge it to the step, not to the one that just returned.
-            self.error = error
-            step.failed_index = self.index
-            baton.over.set()
+        return baton.slice_ended(self)
 
     def release(self) -> None:
         super().release()
@@ -182,7 +184,7 @@ class LockThreadMicrobatch(ThreadMicrobatch):
     """The same with a lock for each hand-off instead of an event."""
 
     __slots__ = ()
-    new_signal = LockSignal
+    new_signal: ClassVar[Callable[[], Signal]] = LockSignal
 
 
 def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
@@ -215,3 +217,5 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
                 microbatch.thread.join()
         hooks.entered(outer)
         state.finish()
+    if baton.fault is not None:
+        raise baton.fault

@@ -12,13 +12,13 @@ import threading
 import traceback
 from types import FrameType
 
-from .step import Microbatch, State, Step
+from .step import Microbatch, State, Step, running
 
 __all__ = ["Watched", "describe", "watch"]
 
 logger = logging.getLogger("dbo_greenlet.watchdog")
 
-_OUR_FILES = ("greenlet_carrier.py", "thread_carrier.py", "step.py", "scheduler.py", "policy.py")
+_CARRIER_FILES = ("greenlet_carrier.py", "thread_carrier.py")
 
 
 class Watched:
@@ -56,16 +56,18 @@ def watch(step: Step, seconds: float) -> Watched:
 
 
 def describe(step: Step, thread: int, seconds: float) -> str:
-    """The report: one line on whether the scheduler is to blame, one per microbatch, and the running Python stack."""
+    """The report: one line on whether the scheduler is to blame, one per microbatch, and the running Python stack.
+
+    Args:
+        step: the step that does not move.
+        thread: identity of the OS thread that called `Scheduler.run`.
+        seconds: for how long it has not moved.
+    """
     frames = sys._current_frames()
-    current = _running(step)
-    thread = getattr(getattr(current, "thread", None), "ident", None) or thread
-    frame = frames.get(thread)
+    current, frame = _who_runs(step, frames, thread)
     lines = [f"no progress for {seconds:g} s in a step of {step.count} microbatches after {len(step.decisions)} slices"]
     if current is None:
-        lines.append("no microbatch runs: the step is stuck in the scheduler or between steps")
-    elif _in_scheduler(frame):
-        lines.append(f"microbatch {current.index} was picked and the thread is inside the scheduler")
+        lines.append("no microbatch runs: the step is stuck in the scheduler, its policy or an instrument")
     else:
         lines.append(
             f"microbatch {current.index} runs and does not come back: it is not parked in the scheduler; "
@@ -79,31 +81,23 @@ def describe(step: Step, thread: int, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _running(step: Step) -> Microbatch | None:
-    # A slice is recorded when it ends, so the one that was started and is neither done nor where the record left it...
-    # is not derivable from the record alone; the table of running microbatches is.
-    from .step import running
-
-    for microbatch in tuple(running.values()):
-        if microbatch.step is step and not microbatch.done:
-            thread = getattr(microbatch, "thread", None)
-            if thread is None or not _sleeps(microbatch):
-                return microbatch
-    return None
+def _who_runs(step: Step, frames: dict[int, FrameType], caller: int) -> tuple[Microbatch | None, FrameType | None]:
+    """The microbatch whose own code is on a CPU now, with the frame it is in; (None, hub's frame) if it is the hub."""
+    for thread, microbatch in tuple(running.items()):
+        if microbatch.step is step and not microbatch.done and _in_model_code(frames.get(thread)):
+            return microbatch, frames[thread]
+    return None, frames.get(caller)
 
 
-def _sleeps(microbatch: Microbatch) -> bool:
-    # Thread carrier: every started microbatch is in the table; the parked ones are those inside their own yield.
-    thread = getattr(microbatch, "thread", None)
-    frame = sys._current_frames().get(thread.ident) if thread is not None else None
+def _in_model_code(frame: FrameType | None) -> bool:
+    # Outward from the innermost frame, the first one of ours tells. A microbatch's stack ends in the function that
+    # calls its entry; a hub that decides, or a thread that sleeps until it is woken, is in some other function of ours.
     while frame is not None:
-        if frame.f_code.co_name == "sleep" and frame.f_code.co_filename.endswith("thread_carrier.py"):
-            return True
-        if frame.f_code.co_filename.endswith("threading.py"):
-            frame = frame.f_back
-            continue
-        return False
-    return False
+        code = frame.f_code
+        if code.co_filename.endswith(_CARRIER_FILES):
+            return code.co_name in ("body", "_run_entry")
+        frame = frame.f_back
+    return True
 
 
 def _line(microbatch: Microbatch, current: Microbatch | None) -> str:
@@ -116,10 +110,6 @@ def _line(microbatch: Microbatch, current: Microbatch | None) -> str:
         return f"microbatch {microbatch.index}: running slice {microbatch.slice_number}, {where}{receives}"
     if not microbatch.started:
         return f"microbatch {microbatch.index}: not started"
-    return f"microbatch {microbatch.index}: parked at {microbatch.site!r} after {microbatch.slice_number} slices{receives}"
-
-
-def _in_scheduler(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename.replace("\\", "/").endswith(
-        tuple(f"dbo_greenlet/{name}" for name in _OUR_FILES)
+    return (
+        f"microbatch {microbatch.index}: parked at {microbatch.site!r} after {microbatch.slice_number} slices{receives}"
     )

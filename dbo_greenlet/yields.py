@@ -35,9 +35,9 @@ __all__ = [
 R = TypeVar("R")
 
 # The two answers for code that is being traced by a compiler, as plain values: Dynamo cannot trace a look-up by
-# thread, and a guard on an object that is new in each step would recompile in each step. A guard on a bool or on a small
-# int gives one specialisation per value at most. They are right for one step at a time; traced code that asks while
-# two threads run steps at once may see the other one's answer.
+# thread, and a guard on an object that is new in each step would recompile in each step. A guard on a bool or on a
+# small int gives one specialisation per value at most. They are right for one step at a time; traced code that asks
+# while two threads run steps at once may see the other one's answer.
 _traced_enabled = False
 _traced_id = 0
 

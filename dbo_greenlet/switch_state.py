@@ -1,0 +1,83 @@
+"""What must be true of the thread whenever a microbatch runs on it, and who sees to it (law 3).
+
+The scheduler only brackets: it calls these methods round every slice and knows nothing of what they keep. Torch's part
+is in `thread_state`; what is here needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from .devices import Device
+    from .step import Microbatch
+
+__all__ = ["PlainSwitchState", "SwitchState"]
+
+
+class SwitchState(Protocol):
+    """Keeps thread state apart; one object serves one step.
+
+    `start` remembers the thread's state as the baseline. After each slice `leave` compares: equal costs a comparison
+    and nothing else; otherwise the difference goes into `microbatch.saved_state` and the baseline is put back. `resume`
+    is called only where `saved_state` is not None: it puts that state on round `switch(argument)` and then does what
+    `leave` does. `finish` ends the step, also a failed one, with the baseline on.
+
+    `thread_begin` and `thread_end` bracket a microbatch that is carried by an OS thread of its own.
+    `unsafe_call(frame)` names the operator whose C++ frame lies between a parked microbatch's yield and its entry.
+    """
+
+    def start(self) -> None: ...
+    def leave(self, microbatch: Microbatch) -> None: ...
+    def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any: ...
+    def finish(self) -> None: ...
+    def thread_begin(self) -> None: ...
+    def thread_end(self) -> None: ...
+    def unsafe_call(self, frame: FrameType | None) -> str | None: ...
+
+
+class PlainSwitchState:
+    """Without torch: the current stream of `device` (None: nothing at all) is all there is to keep."""
+
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device
+        self._baseline: Any = None
+
+    def start(self) -> None:
+        if self._device is not None:
+            self._baseline = self._device.current_stream()
+
+    def leave(self, microbatch: Microbatch) -> None:
+        device = self._device
+        if device is None:
+            return
+        stream: Any = device.current_stream()
+        if stream is self._baseline:
+            microbatch.saved_state = None
+        else:
+            microbatch.saved_state = stream
+            device.set_stream(self._baseline)
+
+    def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any:
+        if self._device is not None:
+            self._device.set_stream(microbatch.saved_state)
+        try:
+            return switch(argument)
+        finally:
+            self.leave(microbatch)
+
+    def finish(self) -> None:
+        if self._device is not None and self._device.current_stream() is not self._baseline:
+            self._device.set_stream(self._baseline)
+
+    def thread_begin(self) -> None:
+        """A new thread has its own current stream, and the carrier puts it on the microbatch's."""
+
+    def thread_end(self) -> None:
+        """The thread ends, and its current stream with it."""
+
+    def unsafe_call(self, frame: FrameType | None) -> str | None:
+        """No torch, no operator to yield under."""
+        return None

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from dbo_greenlet import Scheduler, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
+from dbo_greenlet.errors import MicrobatchFailed
+
+CARRIERS = ["greenlet", "thread"]
+
+
+class Everything:
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def before_step(self, step: Any) -> None:
+        self.log.append(("before_step", step.count, step.policy_name))
+
+    def after_step(self, step: Any, error: BaseException | None) -> None:
+        self.log.append(("after_step", list(step.decisions), list(step.sites), type(error).__name__))
+
+    def before_slice(self, microbatch: Any) -> None:
+        self.log.append(("before_slice", microbatch.index, microbatch.slice_number, microbatch.site))
+
+    def after_slice(self, microbatch: Any) -> None:
+        self.log.append(("after_slice", microbatch.index, microbatch.slice_number, microbatch.site))
+
+    def recv_registered(self, microbatch: Any) -> None:
+        self.log.append(("recv_registered", microbatch.index))
+
+    def recv_ran(self, owner: Any, by: int | None) -> None:
+        self.log.append(("recv_ran", owner.index, by))
+
+
+def first() -> None:
+    dbo_register_recv_hook(lambda: None)
+    dbo_yield("a")
+
+
+def second() -> None:
+    dbo_maybe_run_recv_hook()
+    dbo_register_recv_hook(lambda: None)
+    dbo_yield("a")
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_the_whole_event_list(carrier: str) -> None:
+    instrument = Everything()
+    Scheduler(carrier=carrier, instruments=[instrument]).run([first, second])
+    assert instrument.log == [
+        ("before_step", 2, "round_robin"),
+        ("before_slice", 0, 0, ""),
+        ("recv_registered", 0),
+        ("after_slice", 0, 1, "a"),
+        ("before_slice", 1, 0, ""),
+        ("recv_ran", 0, 1),
+        ("recv_registered", 1),
+        ("after_slice", 1, 1, "a"),
+        ("before_slice", 0, 1, "a"),
+        ("recv_ran", 1, 0),
+        ("after_slice", 0, 2, ""),
+        ("before_slice", 1, 1, "a"),
+        ("after_slice", 1, 2, ""),
+        ("after_step", [0, 1, 0, 1], ["a", "a", "", ""], "NoneType"),
+    ]
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_failed_step_is_reported_too(carrier: str) -> None:
+    instrument = Everything()
+
+    def failing() -> None:
+        raise ValueError("x")
+
+    with pytest.raises(MicrobatchFailed):
+        Scheduler(carrier=carrier, instruments=[instrument]).run([first, failing])
+    assert instrument.log[-1] == ("after_step", [0], ["a"], "MicrobatchFailed")
+
+
+@pytest.mark.parametrize("event", ["before_step", "after_step", "before_slice", "after_slice", "recv_ran"])
+def test_one_that_raises_is_removed_and_logged(event: str, caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    class Broken:
+        pass
+
+    def raising(self: Any, *arguments: Any) -> None:
+        calls.append(event)
+        raise RuntimeError("instrument is broken")
+
+    setattr(Broken, event, raising)
+    good = Everything()
+    with caplog.at_level(logging.ERROR, logger="dbo_greenlet"):
+        Scheduler(instruments=[Broken(), good]).run([first, second])
+    assert calls == [event]
+    assert len(good.log) == 14
+    assert [r.getMessage().split(" raised")[0].startswith("instrument <") for r in caplog.records] == [True]
+
+
+def test_one_that_listens_to_nothing_is_fine() -> None:
+    assert Scheduler(instruments=[object()]).run([first, second]).yields == (1, 1)
