@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from greenlet import getcurrent, greenlet
 
 from .errors import ForeignSwitchError, SchedulerInternalError, StepAborted, UnsafeYieldError
-from .step import Microbatch, Step, running
+from .step import Microbatch, Step, running, traced
 
 if TYPE_CHECKING:
     from .scheduler import SliceHooks
@@ -48,6 +48,10 @@ _safe_paths: set[tuple[str, int]] = set()
 _MAX_SAFE_PATHS = 65536
 
 
+def _refuse_to_yield(microbatch: Microbatch) -> Any:
+    raise StepAborted(f"the step of microbatch {microbatch.index} is being aborted")
+
+
 class GreenletMicrobatch(Microbatch):
     __slots__ = ("greenlet", "switch", "to_hub")
 
@@ -55,7 +59,9 @@ class GreenletMicrobatch(Microbatch):
         super().__init__(index, entry, context)
         self.greenlet: greenlet | None = None
         self.switch: Callable[[Any], Any] | None = None
-        self.to_hub: Callable[[Any], Any] | None = None
+        # The way to the hub while the step runs, and a function that refuses once it is being aborted or over: the
+        # yield itself then needs no test for either.
+        self.to_hub: Callable[[Any], Any] = _refuse_to_yield
 
     def yield_(self, site: str) -> None:
         if getcurrent() is not self.greenlet:
@@ -63,9 +69,6 @@ class GreenletMicrobatch(Microbatch):
                 f"the yield at {site!r} was called from a greenlet that is not microbatch {self.index}; "
                 "only the microbatch's own greenlet may yield (did a library inside the model start greenlets?)"
             )
-        step = self.step
-        if step is None or self.to_hub is None or step.aborting:
-            raise StepAborted("the step is being aborted")
         self.site = site
         if self.to_hub(self) is not _GO:
             raise ForeignSwitchError(
@@ -88,7 +91,8 @@ class GreenletMicrobatch(Microbatch):
 
     def release(self) -> None:
         super().release()
-        self.greenlet = self.switch = self.to_hub = None
+        self.greenlet = self.switch = None
+        self.to_hub = _refuse_to_yield
 
 
 def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
@@ -99,6 +103,7 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
     hub = getcurrent()
     thread = get_ident()
     outer = running.get(thread)
+    outer_traced = tuple(traced)
     microbatches: Sequence[Any] = step.microbatches
     for microbatch in microbatches:
         microbatch.greenlet = greenlet(microbatch.body, hub)
@@ -116,18 +121,19 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
             running.pop(thread, None)
         else:
             running[thread] = outer
-        hooks.entered(outer)
+        traced[:] = outer_traced
         state.finish()
 
 
 def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks, thread: int) -> None:
     leave, resume = state.leave, state.resume
-    begin_slice, end_slice, entered = hooks.before_slice, hooks.after_slice, hooks.entered
-    strict = step.strict
+    begin_slice, end_slice = hooks.before_slice, hooks.after_slice
+    check_choice, slice_ended, strict = step.check_choice, step.slice_ended, step.strict
+    traced[0] = True
     while step.live:
-        microbatch: Any = step.check_choice(choose())
+        microbatch: Any = check_choice(choose())
         running[thread] = microbatch
-        entered(microbatch)
+        traced[1] = microbatch.index
         microbatch.started = True
         if begin_slice:
             hooks.notify(begin_slice, microbatch)
@@ -155,7 +161,7 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Slic
                 f"{microbatch.index} ran (after {repr(microbatch.site) if microbatch.site else 'its start'}); "
                 "inside a step only dbo_yield may hand the thread to the hub"
             )
-        step.slice_ended(microbatch)
+        slice_ended(microbatch)
         if end_slice:
             hooks.notify(end_slice, microbatch)
 
@@ -186,6 +192,7 @@ def _unwind(step: Step, state: SwitchState, thread: int) -> None:
     interrupt: BaseException | None = None
     microbatches: Sequence[Any] = step.microbatches
     for microbatch in microbatches:
+        microbatch.to_hub = _refuse_to_yield
         microbatch.outstanding.clear()
         microbatch.inbox.clear()
     for microbatch in microbatches:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from . import greenlet_carrier, thread_carrier, yields
+from . import greenlet_carrier, thread_carrier
 from .errors import (
     ConfigurationError,
     ForeignSwitchError,
@@ -75,7 +75,6 @@ class SliceHooks:
         self.instruments = instruments
         self.before_slice = self.listeners("before_slice")
         self.after_slice = self.listeners("after_slice")
-        self.entered = yields.entered
         context = contextvars.copy_context()
         self.copy_context = context.copy
 

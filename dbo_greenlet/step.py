@@ -49,6 +49,12 @@ TRANSITIONS: dict[tuple[State, str], State] = {
 # greenlet carrier a step has one entry, rewritten at every switch; under the thread carrier one for each microbatch.
 running: dict[int, Microbatch] = {}
 
+# [whether a microbatch runs, its index]: the same two answers as plain values, for code that a compiler traces. Dynamo
+# cannot trace a look-up by thread, and a guard on an object that is new in each step would recompile in each step; a
+# guard on a bool or a small int gives one specialisation per value at most. They are right for one step at a time:
+# traced code that asks while two threads run steps at once may see the other one's answer.
+traced: list[Any] = [False, 0]
+
 
 class Receive:
     """A receive hook on its way: registered by its owner, run exactly once by whoever comes first."""

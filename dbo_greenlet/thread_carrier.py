@@ -18,7 +18,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .errors import SchedulerInternalError, StepAborted
-from .step import Microbatch, Step, running
+from .step import Microbatch, Step, running, traced
 
 if TYPE_CHECKING:
     from .scheduler import SliceHooks
@@ -96,7 +96,7 @@ class Baton:
         return microbatch
 
     def slice_begins(self, microbatch: Microbatch) -> None:
-        self.hooks.entered(microbatch)
+        traced[0], traced[1] = True, microbatch.index
         if self.hooks.before_slice:
             self.hooks.notify(self.hooks.before_slice, microbatch)
 
@@ -195,7 +195,7 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
     microbatches: Sequence[Any] = step.microbatches
     baton = Baton(step, choose, state, hooks)
     state.start()
-    outer = running.get(get_ident())
+    outer_traced = tuple(traced)
     try:
         for microbatch in microbatches:
             microbatch.baton = baton
@@ -215,7 +215,7 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
             if microbatch.thread is not None and microbatch.thread.ident is not None:
                 microbatch.signal.wake()
                 microbatch.thread.join()
-        hooks.entered(outer)
+        traced[:] = outer_traced
         state.finish()
     if baton.fault is not None:
         raise baton.fault

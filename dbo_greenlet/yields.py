@@ -15,7 +15,7 @@ from threading import get_ident
 from types import CodeType
 from typing import Any, TypeVar
 
-from .step import Microbatch, running
+from .step import running, traced
 
 __all__ = [
     "dbo_current_ubatch_id",
@@ -34,14 +34,6 @@ __all__ = [
 
 R = TypeVar("R")
 
-# The two answers for code that is being traced by a compiler, as plain values: Dynamo cannot trace a look-up by
-# thread, and a guard on an object that is new in each step would recompile in each step. A guard on a bool or on a
-# small int gives one specialisation per value at most. They are right for one step at a time; traced code that asks
-# while two threads run steps at once may see the other one's answer.
-_traced_enabled = False
-_traced_id = 0
-
-
 def _not_tracing() -> bool:
     return False
 
@@ -50,28 +42,17 @@ def _not_tracing() -> bool:
 _is_tracing: Callable[[], bool] = _not_tracing
 
 
-def entered(microbatch: Microbatch | None) -> None:
-    """Called by the carriers whenever another microbatch (None: no microbatch) takes the thread."""
-    global _traced_enabled, _traced_id
-    if microbatch is None:
-        _traced_enabled = False
-        _traced_id = 0
-    else:
-        _traced_enabled = True
-        _traced_id = microbatch.index
-
-
 def dbo_enabled() -> bool:
     """Whether this thread runs a microbatch. Traceable by Dynamo."""
     if _is_tracing():
-        return _traced_enabled
+        return bool(traced[0])
     return bool(running) and get_ident() in running
 
 
 def dbo_current_ubatch_id() -> int:
     """Index of the microbatch that this thread runs, 0 outside a step. Traceable by Dynamo."""
     if _is_tracing():
-        return _traced_id
+        return int(traced[1])
     if running:
         microbatch = running.get(get_ident())
         if microbatch is not None:

@@ -1,0 +1,55 @@
+"""Recording a run, reading it back, and drawing one step of it. Nothing in here imports torch.
+
+What is in it:
+
+    schema       the record kinds, and their JSON
+    recorder     the instrument that the scheduler calls
+    writer       a growing trace file that never stops the run; joining the files of the ranks
+    reader       a trace file, line by line or with an index of its steps
+    notation     schedule -> order of work, in vLLM's notation
+    timetable    order of work -> Comp, Comm and Order lines
+    step_text    a recorded step as text, with its timetable
+    lanes        slices -> one row per microbatch over host time
+"""
+
+from __future__ import annotations
+
+from .lanes import render_lanes
+from .reader import StepTrace, Trace, TraceReader, read_trace
+from .recorder import StepRecorder, make_header
+from .schema import (
+    SCHEMA_VERSION,
+    EndRecord,
+    HeaderRecord,
+    PromptRecord,
+    Record,
+    RecvRecord,
+    SliceRecord,
+    StepRecord,
+)
+from .step_text import render_step
+from .timetable import parse_layers, render_order
+from .writer import TraceWriter, merge_traces
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "EndRecord",
+    "HeaderRecord",
+    "PromptRecord",
+    "Record",
+    "RecvRecord",
+    "SliceRecord",
+    "StepRecord",
+    "StepRecorder",
+    "StepTrace",
+    "Trace",
+    "TraceReader",
+    "TraceWriter",
+    "make_header",
+    "merge_traces",
+    "parse_layers",
+    "read_trace",
+    "render_lanes",
+    "render_order",
+    "render_step",
+]

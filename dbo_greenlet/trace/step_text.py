@@ -1,0 +1,93 @@
+"""One recorded step as text: what it was, its timetable, and where there is none, why and its slices one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .notation import Receive, order, why_no_notation
+from .reader import StepTrace
+from .timetable import render_order
+
+__all__ = ["LEGEND", "render_step"]
+
+LEGEND = (
+    "A0 attention projections, A1 attention + output projection + gate, MLP routed experts, S shared expert, "
+    "D dispatch, C combine; _i microbatch; in, L, out layers without yields; * no sibling ran the receive before its "
+    "owner was resumed"
+)
+
+
+def render_step(
+    step: StepTrace, *, layers: Collection[int] | None = None, width: int = 100, shared_expert: bool = True
+) -> str:
+    """A recorded step as text: a heading, the timetable, the legend.
+
+    A step that was not split says why; one whose sites are no dispatches and combines is listed slice by slice, with
+    the reason.
+
+    Args:
+        step: from `read_trace`.
+        layers: layers to show; None shows all.
+        width: characters a line, at least 40.
+        shared_expert: whether the model has one (S in the timetable).
+
+    Raises:
+        ConfigurationError: none of `layers` is in the step.
+    """
+    lines = [_heading(step)]
+    if step.record is not None and step.record.error:
+        lines.append(f"failed: {step.record.error}")
+    lines += [f"microbatch {s.ubatch} failed in its slice {s.slice}" for s in step.slices if s.failed]
+    decisions, sites = step.decisions, step.sites
+    if not step.slices:
+        reason = step.record.reason if step.record is not None else ""
+        lines.append("not split" + (f": {reason}" if reason else ""))
+    elif why := why_no_notation(decisions, sites):
+        lines.append(f"no timetable: {why}; its slices, in the order in which they ran:")
+        lines += _slice_list(step)
+    else:
+        receives = [Receive(r.ubatch, r.by, r.decision) for r in step.receives_as_run if r.decision is not None]
+        lines += [
+            "",
+            render_order(order(decisions, sites, receives, shared_expert=shared_expert), layers=layers, width=width),
+            "",
+            *_legend(width),
+        ]
+    return "\n".join(lines)
+
+
+def _heading(step: StepTrace) -> str:
+    text = f"step {step.step}, rank {step.rank}, run {step.run}"
+    if step.record is not None:
+        text += f": {step.record.tokens} tokens"
+    if step.slices:
+        text += f"{',' if step.record is not None else ':'} {step.count} microbatches, {len(step.decisions)} slices"
+    if step.record is not None and step.record.hash:
+        text += f", schedule hash {step.record.hash}"
+    return text
+
+
+def _legend(width: int) -> list[str]:
+    lines: list[str] = []
+    line = ""
+    for word in LEGEND.split(" "):
+        if line and len(line) + 1 + len(word) > max(width, 40):
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    return [*lines, line]
+
+
+def _slice_list(step: StepTrace) -> list[str]:
+    received: dict[int, list[str]] = {}
+    for receive in step.receives_as_run:
+        if receive.decision is not None:
+            whose = "its own receive" if receive.by is None else f"the receive of microbatch {receive.ubatch}"
+            received.setdefault(receive.decision, []).append(f"{whose} ({receive.site})")
+    lines = []
+    for number, entry in enumerate(step.slices):
+        ending = "failed" if entry.failed else f"to {entry.site}" if entry.site else "returned"
+        runs = "".join(f", ran {what}" for what in received.get(number, ()))
+        lines.append(f"{number:5}  microbatch {entry.ubatch}  slice {entry.slice:3}  {ending}{runs}")
+    return lines
