@@ -12,6 +12,7 @@ Between two switches nothing happens but bookkeeping: end of slice, choice, begi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -22,23 +23,14 @@ from .errors import ForeignSwitchError, SchedulerInternalError, StepAborted, Uns
 from .step import Microbatch, Step, running, traced
 
 if TYPE_CHECKING:
-    from .scheduler import SliceHooks
+    from .scheduler import StepHooks
     from .switch_state import SwitchState
 
-__all__ = ["GreenletMicrobatch", "run_step"]
+__all__ = ["CarrierPool", "GreenletMicrobatch", "run_step"]
 
-# What travels through `switch`: anything else means that somebody outside the step switched.
+# What travels through `switch`, besides the microbatch itself: anything else means that somebody outside switched.
 _GO = object()
-
-
-class _Ended:
-    """What a microbatch's greenlet hands to the hub when it is through."""
-
-    __slots__ = ("microbatch",)
-
-    def __init__(self, microbatch: GreenletMicrobatch) -> None:
-        self.microbatch = microbatch
-
+_ENDED = object()
 
 # (yield site, bytes of C stack between the microbatch's entry and the yield) that were found free of C++ frames.
 # Walking the Python frames costs about 0.1 us a frame, too much for every yield of a deep model. A site alone is no
@@ -53,11 +45,12 @@ def _refuse_to_yield(microbatch: Microbatch) -> Any:
 
 
 class GreenletMicrobatch(Microbatch):
-    __slots__ = ("greenlet", "switch", "to_hub")
+    __slots__ = ("ended", "greenlet", "switch", "to_hub")
 
     def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
         super().__init__(index, entry, context)
         self.greenlet: greenlet | None = None
+        self.ended = False
         self.switch: Callable[[Any], Any] | None = None
         # The way to the hub while the step runs, and a function that refuses once it is being aborted or over: the
         # yield itself then needs no test for either.
@@ -77,8 +70,8 @@ class GreenletMicrobatch(Microbatch):
         if self.outstanding:
             self.run_outstanding()
 
-    def body(self, _go: object) -> object:
-        """What the greenlet runs. Never raises: the outcome is left in `result` or `error`."""
+    def body(self) -> None:
+        """What the carrier runs. Never raises: the outcome is left in `result` or `error`."""
         try:
             if self.entry is None:
                 raise SchedulerInternalError("a released microbatch was started")
@@ -87,7 +80,7 @@ class GreenletMicrobatch(Microbatch):
         except BaseException as error:
             # Everything, KeyboardInterrupt and SystemExit included: the hub decides, after it has unwound the siblings.
             self.error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
-        return _Ended(self)
+        self.ended = True
 
     def release(self) -> None:
         super().release()
@@ -95,7 +88,39 @@ class GreenletMicrobatch(Microbatch):
         self.to_hub = _refuse_to_yield
 
 
-def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
+def _carry(microbatch: GreenletMicrobatch | None) -> None:
+    """The life of a carrier: one microbatch after the other, handed in by the hub of each step.
+
+    Between steps it waits in the last line, where nothing of a step is referenced any more.
+    """
+    while microbatch is not None:
+        microbatch.body()
+        microbatch = None
+        microbatch = getcurrent().parent.switch(_ENDED)
+
+
+class CarrierPool(threading.local):
+    """Idle carriers of one scheduler, per OS thread (a greenlet cannot change threads).
+
+    Starting a greenlet costs a map and an unmap of memory for its Python frames, about 10 us together, which is more
+    than everything else in the start of a step. An idle carrier references no model, no hook and no tensor; it goes
+    with the scheduler or with the thread.
+    """
+
+    def __init__(self) -> None:
+        self.idle: list[greenlet] = []
+
+    def take(self, hub: greenlet) -> greenlet:
+        carrier = self.idle.pop() if self.idle else greenlet(_carry)
+        carrier.parent = hub
+        return carrier
+
+    def give_back(self, carrier: greenlet) -> None:
+        carrier.gr_context = None
+        self.idle.append(carrier)
+
+
+def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks) -> None:
     """Run the microbatches of `step` on this thread, until all returned or one failed (`step.failed_index`).
 
     Raises what went wrong in the hub itself. In either case every microbatch is unwound when this returns.
@@ -104,11 +129,12 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
     thread = get_ident()
     outer = running.get(thread)
     outer_traced = tuple(traced)
+    pool: CarrierPool = hooks.pool
     microbatches: Sequence[Any] = step.microbatches
     for microbatch in microbatches:
-        microbatch.greenlet = greenlet(microbatch.body, hub)
-        microbatch.greenlet.gr_context = hooks.copy_context()
-        microbatch.switch = microbatch.greenlet.switch
+        microbatch.greenlet = carrier = pool.take(hub)
+        carrier.gr_context = hooks.copy_context()
+        microbatch.switch = carrier.switch
         microbatch.to_hub = hub.switch
     state.start()
     try:
@@ -123,9 +149,13 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
             running[thread] = outer
         traced[:] = outer_traced
         state.finish()
+        for microbatch in microbatches:
+            # One that never started is as good as new. One that somebody else's switch left in the middle is not.
+            if microbatch.ended or not microbatch.started:
+                pool.give_back(microbatch.greenlet)
 
 
-def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks, thread: int) -> None:
+def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks, thread: int) -> None:
     leave, resume = state.leave, state.resume
     begin_slice, end_slice = hooks.before_slice, hooks.after_slice
     check_choice, slice_ended, strict = step.check_choice, step.slice_ended, step.strict
@@ -134,11 +164,15 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Slic
         microbatch: Any = check_choice(choose())
         running[thread] = microbatch
         traced[1] = microbatch.index
-        microbatch.started = True
+        if microbatch.started:
+            argument = _GO
+        else:
+            argument = microbatch
+            microbatch.started = True
         if begin_slice:
             hooks.notify(begin_slice, microbatch)
         if microbatch.saved_state is None:
-            arrived = microbatch.switch(_GO)
+            arrived = microbatch.switch(argument)
             leave(microbatch)
         else:
             arrived = resume(microbatch, microbatch.switch, _GO)
@@ -146,16 +180,15 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Slic
             key = (microbatch.site, microbatch.greenlet._stack_saved)
             if strict or key not in _safe_paths:
                 _refuse_unsafe(microbatch, key, state)
-        elif isinstance(arrived, _Ended) and arrived.microbatch is microbatch:
+        elif microbatch.ended and arrived is _ENDED:
             microbatch.done = True
             step.live -= 1
             if microbatch.error is not None:
                 step.failed_index = microbatch.index
                 return
             microbatch.site = ""
-        elif isinstance(arrived, _Ended) and arrived.microbatch.error is not None:
-            raise arrived.microbatch.error  # somebody switched into a parked one, which noticed
         else:
+            _raise_meddling(step)
             raise ForeignSwitchError(
                 f"the hub was resumed by a greenlet that is no microbatch of this step, while microbatch "
                 f"{microbatch.index} ran (after {repr(microbatch.site) if microbatch.site else 'its start'}); "
@@ -164,6 +197,13 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Slic
         slice_ended(microbatch)
         if end_slice:
             hooks.notify(end_slice, microbatch)
+
+
+def _raise_meddling(step: Step) -> None:
+    """Raise what a parked microbatch noticed, if somebody else switched into it and it ended by that."""
+    for microbatch in step.microbatches:
+        if microbatch.error is not None:
+            raise microbatch.error
 
 
 def _refuse_unsafe(microbatch: GreenletMicrobatch, key: tuple[str, int], state: SwitchState) -> None:
@@ -196,15 +236,14 @@ def _unwind(step: Step, state: SwitchState, thread: int) -> None:
         microbatch.outstanding.clear()
         microbatch.inbox.clear()
     for microbatch in microbatches:
-        carrier = microbatch.greenlet
-        if carrier:  # a greenlet is true while it is started and not dead
+        if microbatch.started and not microbatch.ended:
             running[thread] = microbatch
             try:
                 _throw(microbatch, StepAborted(f"a sibling of microbatch {microbatch.index} failed"), state)
             except BaseException as error:
                 # A second Ctrl-C in the middle of the unwinding. The others are unwound first, then it goes on.
                 interrupt = error
-            if carrier:
+            if not microbatch.ended:
                 # A yield while aborting raises instead of parking, so only somebody else's switch leads here.
                 microbatch.error = ForeignSwitchError(
                     f"microbatch {microbatch.index} did not unwind: its code switched to another greenlet"

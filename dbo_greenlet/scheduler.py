@@ -68,15 +68,19 @@ class StepResult(Generic[T]):
         return self.schedule.yields
 
 
-class SliceHooks:
-    """The instruments of one step, sorted by what they listen to, so that an unused event costs one test."""
+class StepHooks:
+    """What the carriers of one step need besides the step itself.
 
-    def __init__(self, instruments: list[Any]) -> None:
+    The instruments, sorted by what they listen to so that an unused event costs one test; the caller's context; and
+    the scheduler's idle greenlets.
+    """
+
+    def __init__(self, instruments: list[Any], pool: greenlet_carrier.CarrierPool) -> None:
         self.instruments = instruments
+        self.pool = pool
         self.before_slice = self.listeners("before_slice")
         self.after_slice = self.listeners("after_slice")
-        context = contextvars.copy_context()
-        self.copy_context = context.copy
+        self.copy_context = contextvars.copy_context().copy
 
     def listeners(self, event: str) -> list[Any]:
         return [method for i in self.instruments if (method := getattr(i, event, None)) is not None]
@@ -143,6 +147,7 @@ class Scheduler:
         self.thread_state = thread_state
         self.instruments = list(instruments)
         self.watchdog = watchdog
+        self._pool = greenlet_carrier.CarrierPool()
 
     def run(self, entries: Sequence[Callable[[], T]], contexts: Sequence[Any] | None = None) -> StepResult[T]:
         """Run one step: every entry to completion, interleaved at its yield points.
@@ -169,7 +174,7 @@ class Scheduler:
             getattr(self.policy, "name", type(self.policy).__name__),
             self.strict,
         )
-        hooks = SliceHooks(self.instruments)
+        hooks = StepHooks(self.instruments, self._pool)
         if registered := hooks.listeners("recv_registered"):
             step.on_register = lambda owner: hooks.notify(registered, owner)
         if ran := hooks.listeners("recv_ran"):
@@ -189,7 +194,7 @@ class Scheduler:
             error = None
             step.release()
 
-    def _run(self, step: Step, run_step: Callable[..., None], hooks: SliceHooks, device: Device | None) -> None:
+    def _run(self, step: Step, run_step: Callable[..., None], hooks: StepHooks, device: Device | None) -> None:
         choose = self.policy.start(step)
         watched = None
         if self.watchdog is not None:

@@ -21,7 +21,7 @@ from .errors import SchedulerInternalError, StepAborted
 from .step import Microbatch, Step, running, traced
 
 if TYPE_CHECKING:
-    from .scheduler import SliceHooks
+    from .scheduler import StepHooks
     from .switch_state import SwitchState
 
 __all__ = ["LockThreadMicrobatch", "ThreadMicrobatch", "run_step"]
@@ -67,7 +67,7 @@ class Baton:
 
     __slots__ = ("choose", "fault", "hooks", "over", "state", "step")
 
-    def __init__(self, step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
+    def __init__(self, step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks) -> None:
         self.step = step
         self.choose = choose
         self.state = state
@@ -187,7 +187,7 @@ class LockThreadMicrobatch(ThreadMicrobatch):
     new_signal: ClassVar[Callable[[], Signal]] = LockSignal
 
 
-def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: SliceHooks) -> None:
+def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks) -> None:
     """Run the microbatches of `step` on one thread each, until all returned or one failed (`step.failed_index`).
 
     All threads have ended when this returns or raises.

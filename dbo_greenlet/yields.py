@@ -34,6 +34,7 @@ __all__ = [
 
 R = TypeVar("R")
 
+
 def _not_tracing() -> bool:
     return False
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from greenlet import getcurrent
+from greenlet import getcurrent, greenlet
 
 from dbo_greenlet import Scheduler, dbo_register_recv_hook, dbo_yield, make_ubatch_contexts
 from dbo_greenlet.errors import MicrobatchFailed
@@ -75,6 +75,12 @@ def test_nothing_of_a_step_is_left(carrier: str, fails: bool) -> None:
             pass
     else:
         scheduler.run([entry(0), entry(1)], contexts)
+    carriers = [w() for w in watched if type(w()) is greenlet]
+    # The greenlets wait for the next step and hold nothing of this one; they go with the scheduler.
+    assert len(carriers) == (2 if carrier == "greenlet" else 0)
+    alive = [w() for w in watched if w() is not None and type(w()) is not greenlet]
+    assert alive == []
+    del scheduler, carriers
     alive = [w() for w in watched if w() is not None]
     assert alive == []
     assert running == {}
