@@ -83,6 +83,8 @@ class StepHooks:
         self.copy_context = contextvars.copy_context().copy
 
     def listeners(self, event: str) -> list[Any]:
+        if not self.instruments:
+            return []
         return [method for i in self.instruments if (method := getattr(i, event, None)) is not None]
 
     def notify(self, listeners: list[Any], *arguments: Any) -> None:
@@ -175,11 +177,12 @@ class Scheduler:
             self.strict,
         )
         hooks = StepHooks(self.instruments, self._pool)
-        if registered := hooks.listeners("recv_registered"):
-            step.on_register = lambda owner: hooks.notify(registered, owner)
-        if ran := hooks.listeners("recv_ran"):
-            step.on_receive = lambda owner, by: hooks.notify(ran, owner, by)
-        hooks.notify(hooks.listeners("before_step"), step)
+        if hooks.instruments:
+            if registered := hooks.listeners("recv_registered"):
+                step.on_register = lambda owner: hooks.notify(registered, owner)
+            if ran := hooks.listeners("recv_ran"):
+                step.on_receive = lambda owner, by: hooks.notify(ran, owner, by)
+            hooks.notify(hooks.listeners("before_step"), step)
         error: BaseException | None = None
         try:
             self._run(step, run_step, hooks, getattr(contexts[0], "device", None) if contexts else None)
@@ -190,7 +193,8 @@ class Scheduler:
             error = raised
             raise
         finally:
-            hooks.notify(hooks.listeners("after_step"), step, error)
+            if hooks.instruments:
+                hooks.notify(hooks.listeners("after_step"), step, error)
             error = None
             step.release()
 
