@@ -1,0 +1,67 @@
+# Every target makes the environment it needs, and is quick when it is there. `make help` lists them.
+
+# Pick another Python 3.11 with PYTHON=/path/to/python3.11, another index of CPU builds with TORCH_INDEX=URL.
+PYTHON ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Further arguments for pytest: make test ARGS="tests/moe -x"
+ARGS ?=
+
+PY := .venv/bin/python
+VLLM_PY := .venv-vllm/bin/python
+SETUP = $(BOOTSTRAP) scripts/setup_env.py --torch-index "$(TORCH_INDEX)" --python "$(PYTHON)"
+# The set-up itself runs on whatever python3 there is; it then looks for the version it needs.
+BOOTSTRAP = $(shell for python in $(PYTHON) python3 python3.11 python3.12 python3.13 python3.10 python; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' >/dev/null 2>&1 && { echo "$$python"; exit; }; done; \
+	echo no_python)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-vllm demo test test-core test-vllm lint format bench wheel-check clean clean-env
+
+# Where there is no Python at all, BOOTSTRAP is this function's name.
+define needs_python
+@no_python() { echo "set-up: failed: no Python on this machine; install Python 3.11 with its venv module, then run make again" >&2; exit 1; };
+endef
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+
+setup: ## make .venv: CPU torch and everything pinned (about 2 minutes the first time)
+	$(needs_python) $(SETUP) dev
+
+setup-vllm: ## make .venv-vllm: the same with vLLM's CPU build (about 3.5 GB)
+	$(needs_python) $(SETUP) vllm
+
+demo: setup ## run the demonstration
+	@$(PY) -m dbo_greenlet.cli.main demo
+
+test: setup ## run the tests
+	@$(PY) -m pytest $(ARGS)
+
+test-core: ## run the core's tests on every other supported Python found, without torch
+	$(needs_python) $(BOOTSTRAP) scripts/run_core_tests.py
+
+test-vllm: setup-vllm ## run the tests that need vLLM
+	@$(VLLM_PY) -m pytest -m vllm $(ARGS)
+
+lint: setup ## ruff, its formatter, and mypy --strict on the core
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: setup ## rewrite the sources as `make lint` wants them
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: setup ## run the benchmarks that run on a CPU
+	@for script in $(filter-out scripts/bench_gpu_%,$(wildcard scripts/bench_*.py)); do \
+		echo "bench: $$script"; $(PY) "$$script" || exit 1; done
+
+wheel-check: setup ## build the wheel and check it in clean environments
+	@$(PY) scripts/check_wheel.py
+
+clean: ## remove what builds, checks and tests leave behind
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find dbo_greenlet tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-env: ## remove the environments
+	rm -rf .venv .venv-vllm .venv-core-*

@@ -1,0 +1,137 @@
+"""Build the wheel, install it into clean environments and check what a user gets from it.
+
+- with greenlet alone: the package imports, the core runs a step, and torch is neither installed nor imported;
+- every file of the package, the assets among them, is in the wheel, and nothing else is;
+- with the extra `cli`: `dbo-greenlet --help` works.
+
+    .venv/bin/python scripts/check_wheel.py
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "scripts" / "requirements"
+WORK = ROOT / "build" / "wheel-check"
+
+CORE_STEP = """
+import sys
+import dbo_greenlet
+from dbo_greenlet.scheduler import Scheduler
+from dbo_greenlet.yields import dbo_current_ubatch_id, dbo_yield
+
+order = []
+def microbatch():
+    for _ in range(2):
+        order.append(dbo_current_ubatch_id())
+        dbo_yield("site")
+    return dbo_current_ubatch_id() * 10
+
+result = Scheduler().run([microbatch, microbatch])
+if result.outputs != [0, 10] or order != [0, 1, 0, 1]:
+    sys.exit(f"a step of two microbatches gave {result.outputs}, in the order {order}")
+if "torch" in sys.modules:
+    sys.exit("importing the core imported torch")
+print(dbo_greenlet.__version__)
+"""
+
+
+class CheckFailed(Exception):
+    """What a user would have found wrong with the wheel."""
+
+
+def package_files(package: Path) -> set[str]:
+    """Every file of the package in the source tree, relative to its parent, without byte code."""
+    return {
+        path.relative_to(package.parent).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def check_contents(wheel: Path) -> str:
+    """Compare the wheel with the source tree; raises CheckFailed naming what is missing or too much."""
+    expected = package_files(ROOT / "dbo_greenlet")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    inside = {name for name in names if ".dist-info/" not in name}
+    if missing := sorted(expected - inside):
+        raise CheckFailed(f"not in the wheel: {', '.join(missing)}")
+    if extra := sorted(inside - expected):
+        raise CheckFailed(f"in the wheel, but not of the package: {', '.join(extra)}")
+    assets = [name for name in inside if name.startswith("dbo_greenlet/assets/")]
+    if not assets:
+        raise CheckFailed("the wheel holds no assets (dbo_greenlet/assets/)")
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
+        raise CheckFailed("the wheel holds no licence")
+    return f"{len(inside)} files, {len(assets)} of them assets"
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel with the pinned build tool of this environment."""
+    _run([sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)], ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def check_bare(wheel: Path) -> str:
+    """The wheel with what it requires and nothing else."""
+    python = _clean_environment("bare")
+    _install(python, str(wheel))
+    listing = _run([str(python), "-m", "pip", "list", "--format", "freeze"], WORK)
+    installed = {line.partition("==")[0] for line in listing.split()} - {"pip", "setuptools"}
+    if installed != {"dbo-greenlet", "greenlet"}:
+        raise CheckFailed(f"installing the wheel installed {', '.join(sorted(installed))}")
+    version = _run([str(python), "-I", "-c", CORE_STEP], WORK).strip()
+    return f"version {version}, with greenlet alone; a step ran; torch was not imported"
+
+
+def check_command_line(wheel: Path) -> str:
+    """The wheel with the extra `cli`: the command starts without torch."""
+    python = _clean_environment("cli")
+    _install(python, f"{wheel}[cli]")
+    output = _run([str(python.with_name("dbo-greenlet")), "--help"], WORK)
+    if "Usage" not in output:
+        raise CheckFailed(f"dbo-greenlet --help printed no usage but:\n{output}")
+    return "dbo-greenlet --help works"
+
+
+def _clean_environment(name: str) -> Path:
+    folder = WORK / name
+    _run([sys.executable, "-m", "venv", str(folder)], WORK)
+    return folder / "bin" / "python"
+
+
+def _install(python: Path, what: str) -> None:
+    pins = [item for name in ("core.txt", "dev.txt") for item in ("--constraint", str(REQUIREMENTS / name))]
+    _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, what], WORK)
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CheckFailed(f"{' '.join(command)[:200]}\nexited with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def main() -> int:
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    try:
+        wheel = build(WORK / "dist")
+        print(f"wheel check: built {wheel.name}", flush=True)
+        for check in (check_contents, check_bare, check_command_line):
+            print(f"wheel check: {check(wheel)}", flush=True)
+    except CheckFailed as failure:
+        print(f"wheel check: failed: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

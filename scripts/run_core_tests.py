@@ -1,0 +1,50 @@
+"""Run the core's tests (tests/core) on every other supported Python that this machine has, without torch.
+
+Each version gets a small environment of its own, .venv-core-3.x, with greenlet and the test tools. A version that is
+not on this machine is skipped, and said so. The closing line counts the versions, not the tests.
+
+    python3 scripts/run_core_tests.py [3.10 3.12 ...] [-- pytest arguments]
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from setup_env import DEFAULT_TORCH_INDEX, ROOT, InterpreterMissing, SetupFailed, environment, prepare
+
+DEFAULT_VERSIONS = ("3.10", "3.12", "3.13")
+
+
+def main(arguments: list[str]) -> int:
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    versions, pytest_arguments = arguments[:split] or list(DEFAULT_VERSIONS), arguments[split + 1 :]
+    passed: list[str] = []
+    failed: list[str] = []
+    for version in versions:
+        env = environment("core", version)
+        try:
+            prepare(env, None, DEFAULT_TORCH_INDEX)
+        except InterpreterMissing:
+            print(f"core tests: Python {version} skipped: not on this machine (PATH, pyenv and uv)", flush=True)
+            continue
+        except SetupFailed as failure:
+            print(f"core tests: Python {version}: set-up failed: {failure}", flush=True)
+            failed.append(version)
+            continue
+        print(f"core tests: Python {version}", flush=True)
+        command = [str(env.executable), "-m", "pytest", "tests/core", "-q", "-p", "no:cacheprovider", *pytest_arguments]
+        # The tests start subprocesses that import the package too; it is not installed here, so the path says where.
+        search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": search_path}, check=False)
+        (passed if done.returncode == 0 else failed).append(version)
+    print(f"core tests: passed on {', '.join(passed) or 'none'}; failed on {', '.join(failed) or 'none'}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("core tests: interrupted")
