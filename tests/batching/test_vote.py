@@ -160,6 +160,14 @@ def test_the_order_of_the_ranks_does_not_matter(votes, settings_, random):
         assert votes[one.rank].num_tokens == shuffled[other.rank].num_tokens or one.reason is Reason.RANK_VETO
 
 
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+def test_equally_small_ranks_of_different_kinds_give_one_reason_in_either_order(rule):
+    votes = [RankVote(20, 20, 1), RankVote(20, 20), RankVote(900, 900)]
+    decisions = [decide(list(order), VoteSettings(rule=rule)) for order in itertools.permutations(votes)]
+    assert {decision.reason for decision in decisions} == {Reason.BELOW_PREFILL_THRESHOLD}
+    assert {decision.votes[decision.rank] for decision in decisions} == {votes[1]}
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_under_v1_one_more_rank_can_only_take_a_split_away(n):
     """Not so under "v2", where a rank of another kind moves all ranks to the prefill threshold, which may be lower."""
