@@ -136,6 +136,15 @@ def test_padding_requests_of_a_graph_batch(v2: Loaded) -> None:
     assert torch.equal(filled(cache), written)
 
 
+def test_decodes_padded_by_tokens_only(v2: Loaded) -> None:
+    cache = v2.cache()
+    v2.logits(make_step(PARTS), cache)
+    decodes = [Part(0, 9, [1]), Part(3, 1, [2])]
+    logits = v2.logits(make_step(decodes, padding=3), cache)
+    assert logits.shape[0] == 5 and torch.isfinite(logits).all()
+    assert_close(logits[:2], v2.logits(make_step(decodes), cache), 1e-5)
+
+
 def test_one_padding_request_for_one_idle_request_is_no_graph_batch(v2: Loaded) -> None:
     # As many tokens as requests, but token 1 belongs to request 2.
     cache = v2.cache()

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DeepseekV2ForCausalLM
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP
 
+import dbo_greenlet
 from dbo_greenlet.all2all.loopback import Loopback
-from dbo_greenlet.moe import KVCache, load_model
+from dbo_greenlet.moe import KVCache, Tokenizer, load_model
 from tests.moe.support import (
     Loaded,
     Part,
@@ -100,6 +102,15 @@ def test_prefill_chunks_and_decodes_in_one_batch(v2: Loaded) -> None:
     expected = [reference_logits(v2.reference, ids) for ids in sequences]
     wanted = torch.cat([expected[2][4:], expected[0], expected[3][11:], expected[1][16:]])
     assert_close(v2.logits(mixed, cache), wanted)
+
+
+def test_the_shipped_checkpoint_equals_the_reference() -> None:
+    folder = Path(dbo_greenlet.__file__).parent / "assets" / "checkpoint"
+    reference = DeepseekV2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text = "trained weights are not random ones"
+    ids = Tokenizer.from_folder(folder).encode(text)
+    assert len(ids) > 8
+    assert_close(Loaded(folder, reference).full_logits(ids), reference_logits(reference, ids), 1e-3)
 
 
 def test_embeddings_in_place_of_ids(v2: Loaded) -> None:
