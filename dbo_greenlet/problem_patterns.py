@@ -3,7 +3,8 @@
 A pattern is a sentence without its full stop, in lower case except where a slot brings a capital. Slots:
 `{n}` a name, `{p}` and `{m}` its pronouns (he, him), `{f}` another name, `{o}` things in the plural, `{box}` and
 `{boxes}` a container, `{x}` a place, `{t}` a time, `{k}` the number of the sentence, `{a}` and `{b}` the two numbers
-of a sentence about equal groups.
+of a sentence about equal groups. Two slots stand for other patterns: `{s}` for one of `subjects`, `{np}` for one of
+`amounts`.
 
 The two sides TRAIN and HELD_OUT share no pattern, and HELD_OUT is made of words that TRAIN knows: what a held-out
 problem asks of a model is to read a new sentence, not to guess a new word. Both are enforced by tests. The verb alone
@@ -18,12 +19,14 @@ from typing import NamedTuple
 NAMES = (
     ("Tom", "he", "him"), ("Ben", "he", "him"), ("Max", "he", "him"), ("Leo", "he", "him"), ("Sam", "he", "him"),
     ("Paul", "he", "him"), ("Omar", "he", "him"), ("Ivan", "he", "him"), ("Kofi", "he", "him"), ("Hugo", "he", "him"),
-    ("Ann", "she", "her"), ("Mia", "she", "her"), ("Eva", "she", "her"), ("Lily", "she", "her"), ("Zoe", "she", "her"),
-    ("Nora", "she", "her"), ("Rosa", "she", "her"), ("Yuki", "she", "her"), ("Ada", "she", "her"), ("Ines", "she", "her"),
+    ("Ann", "she", "her"), ("Mia", "she", "her"), ("Eva", "she", "her"), ("Lily", "she", "her"),
+    ("Zoe", "she", "her"), ("Nora", "she", "her"), ("Rosa", "she", "her"), ("Yuki", "she", "her"),
+    ("Ada", "she", "her"), ("Ines", "she", "her"),
 )  # fmt: skip
 THINGS = (
     "apples", "pears", "plums", "eggs", "nuts", "books", "cards", "pens", "cups", "keys", "toys", "balls", "beads",
-    "shells", "stones", "stamps", "flowers", "pencils", "marbles", "stickers", "buttons", "ribbons", "candles", "hats",
+    "shells", "stones", "stamps", "flowers", "pencils", "marbles", "stickers", "buttons", "ribbons", "candles",
+    "hats",
 )  # fmt: skip
 CONTAINERS = (("box", "boxes"), ("bag", "bags"), ("jar", "jars"), ("basket", "baskets"), ("drawer", "drawers"))
 PLACES = ("park", "shop", "school", "market", "house", "garden", "beach", "river")
@@ -33,7 +36,8 @@ TIMES = ("on Monday", "on Friday", "on Sunday", "today", "at noon", "in the morn
 class Patterns(NamedTuple):
     """One side's patterns, by the part they play in a problem.
 
-    `leads` and `tails` go before and after a gain or a loss, so that a few dozen patterns become several hundred.
+    `leads` and `tails` go before and after a gain or a loss; with `subjects` and `amounts` they make some ten thousand
+    sentences of a few dozen patterns.
     """
 
     state: tuple[str, ...]
@@ -41,6 +45,8 @@ class Patterns(NamedTuple):
     loss: tuple[str, ...]
     leads: tuple[str, ...]
     tails: tuple[str, ...]
+    subjects: tuple[str, ...]
+    amounts: tuple[str, ...]
     ask_now: tuple[str, ...]
     ask_total: tuple[str, ...]
     ask_difference: tuple[str, ...]
@@ -63,31 +69,42 @@ TRAIN = Patterns(
         "{t} {n} has {k} {o}", "{t} there are {k} {o} with {n}", "{n} comes with a {box} of {k} {o}",
     ),
     gain=(
-        "{p} buys {k} more {o}", "{p} buys {k} more", "{p} finds {k} {o}", "{p} gets {k} {o} from {f}",
-        "{f} gives {n} {k} {o}", "{f} gives {m} {k} more {o}", "{f} gives {k} {o} to {n}", "{p} picks up {k} {o}",
-        "{p} wins {k} more {o}", "{k} more {o} are added", "{n} collects another {k} {o}", "{p} receives {k} new {o}",
-        "{f} brings {m} {k} {o}", "{n} takes {k} {o} from {f}", "another {k} {o} come from {f}",
-        "{f} hands {k} {o} to {n}", "{p} makes {k} new {o}", "{n} earns {k} more", "{p} borrows {k} {o} from {f}",
-        "{k} {o} are given to {n} by {f}", "{p} also finds {k}", "{n} finds {k} of them", "{p} buys {k} of the {o}",
-        "{f} sends {n} {k} {o}", "{k} {o} are sent to {m} by {f}", "{p} buys another {k} {o} from {f}",
+        "{s} buys {np}", "{s} buys {np} from {f}", "{s} finds {np}", "{s} gets {np}", "{n} gets {np} of {f}",
+        "{f} gives {n} {np}", "{f} gives {m} {np}", "{f} gives {np} to {n}", "{f} gives {np} away to {m}",
+        "{s} picks up {np}", "{s} wins {np}", "{np} are added", "{s} collects {np}", "{s} receives {np}",
+        "{s} receives {np} of {f}", "{f} brings {m} {np}", "{f} brings {n} {np}", "{s} takes {np} from {f}",
+        "{np} come from {f}", "{f} hands {np} to {n}", "{f} hands {n} {np}", "{s} makes {np}", "{s} earns {np}",
+        "{s} borrows {np} from {f}", "{np} are given to {n} by {f}", "{np} are handed to {m}", "{s} also gets {np}",
+        "{s} also wins {np}", "{f} sends {n} {np}", "{f} sends {np} to {m}", "{np} are sent to {m} by {f}",
+        "from {f} come {np}", "{f} loses {np} and {n} finds them", "{f} leaves {np} to {n}", "{f} lends {m} {np}",
+        "{f} sells {np} to {n}", "{f} sells {m} {np}", "{f} drops {np} and {n} takes them",
+        "{s} wins {np} in the {x}",
     ),
     loss=(
-        "{p} loses {k} {o}", "{p} loses {k} of them", "{p} gives {k} {o} to {f}", "{p} gives {f} {k} {o}",
-        "{f} takes {k} {o} from {n}", "{f} gets {k} {o} from {n}", "{p} sells {k} {o}", "{n} sells {k} {o} to {f}",
-        "{k} {o} are lost", "{k} more {o} are lost", "{p} drops {k} {o}", "{p} breaks {k} of the {o}",
-        "{n} throws away {k} {o}", "{p} throws {k} away", "{p} uses {k} of them", "{p} hands {k} of the {o} to {f}",
-        "{f} buys {k} {o} from {m}", "{p} lends {k} {o} to {f}", "{p} lends {f} {k} {o}", "{k} of the {o} are broken",
-        "{n} leaves {k} {o} behind", "{k} {o} are taken away by {f}", "{p} sends {k} {o} to {f}",
-        "{p} sells another {k}", "{k} of them are sold", "{p} also gives away {k} {o}", "{f} borrows {k} {o} from {m}",
-        "{k} {o} are given to {f} by {n}",
+        "{s} loses {np}", "{s} also gives {f} {np}", "{s} gives {np} to {f}", "{s} gives {f} {np}",
+        "{s} gives {np} away", "{f} takes {np} from {n}", "{f} takes {np} from {m}", "{f} gets {np} from {n}",
+        "{s} sells {np}", "{s} sells {np} to {f}", "{s} sells {f} {np}", "{np} are lost", "{s} drops {np}",
+        "{s} breaks {np}", "{s} throws away {np}", "{s} uses {np}", "{s} hands {np} to {f}", "{s} hands {f} {np}",
+        "{f} wins {np} from {m}", "{f} buys {np} from {m}", "{s} lends {np} to {f}", "{s} lends {f} {np}",
+        "{np} are broken", "{np} are sold", "{s} leaves {np} behind", "{np} are taken away by {f}",
+        "{np} are taken from {m}", "{s} sends {np} to {f}", "{s} also gives away {np}", "{f} borrows {np} from {m}",
+        "{np} are given to {f} by {n}", "{s} also drops {np}", "{f} finds and takes away {np}",
+        "{np} are handed to {f}", "{s} brings {f} {np}", "{s} throws {f} {np}",
+        "{f} picks {np} and takes them away from {n}", "{s} leaves {np} to {f}", "{f} receives {np} of {n}",
     ),
     leads=("", "", "then ", "later ", "after that ", "{t} ", "at the {x} "),
     tails=("", "", "", " at the {x}", " {t}"),
+    subjects=("{n}", "{p}"),
+    amounts=(
+        "{k} {o}", "{k} {o}", "{k} of the {o}", "{k} of them", "another {k} {o}", "another {k}", "{k} more {o}",
+        "{k} more", "{k} new {o}", "{k}",
+    ),
     ask_now=(
-        "how many {o} does {n} have now?", "how many {o} does {n} have in the end?", "how many {o} does {p} have now?",
-        "how many {o} are there now?", "how many {o} has {n} now?", "what is the number of {o} that {n} has now?",
-        "count the {o} that {n} has now.", "find the number of {o} of {n}.", "say how many {o} {n} has in the end.",
-        "now {n} has how many {o}?", "how many are there in the end?", "find how many {o} {n} now has.",
+        "how many {o} does {n} have now?", "how many {o} does {n} have in the end?",
+        "how many {o} does {p} have now?", "how many {o} are there now?", "how many {o} has {n} now?",
+        "what is the number of {o} that {n} has now?", "count the {o} that {n} has now.",
+        "find the number of {o} of {n}.", "say how many {o} {n} has in the end.", "now {n} has how many {o}?",
+        "how many are there in the end?", "find how many {o} {n} now has.",
     ),
     ask_total=(
         "how many {o} do they have together?", "how many {o} do {n} and {f} have in all?", "count all the {o}.",
@@ -102,10 +119,18 @@ TRAIN = Patterns(
     more=(
         "{n} has {k} more {o} than {f}", "{n} has {k} more than {f}", "{f} has {k} fewer {o} than {n}",
         "{f} has {k} fewer than {n}", "{n} is {k} {o} ahead of {f}", "{n} owns {k} {o} more than {f} does",
+        "{n} holds {k} more {o} than {f} has", "{f} holds {k} fewer {o} than {n} has",
+        "by {k} {o} {n} is ahead of {f}", "{f} owns {k} {o} fewer than {n} does", "{f} is {k} {o} behind {n}",
+        "{f} is behind {n} by {k}", "than {f} {n} has {k} more {o}", "{f} needs {k} more {o} to have as many as {n}",
+        "{n} is ahead by {k} of {f}", "{n} needs {k} fewer {o} to have as many as {f}",
     ),
     fewer=(
         "{n} has {k} fewer {o} than {f}", "{n} has {k} fewer than {f}", "{f} has {k} more {o} than {n}",
         "{f} has {k} more than {n}", "{f} is {k} {o} ahead of {n}", "{n} owns {k} {o} fewer than {f} does",
+        "{n} holds {k} fewer {o} than {f} has", "{f} holds {k} more {o} than {n} has",
+        "by {k} {o} {f} is ahead of {n}", "{f} owns {k} {o} more than {n} does", "{n} is {k} {o} behind {f}",
+        "{n} is behind {f} by {k}", "than {f} {n} has {k} fewer {o}", "{n} needs {k} more {o} to have as many as {f}",
+        "{f} is ahead by {k} of {n}", "{f} needs {k} fewer {o} to have as many as {n}",
     ),
     ask_one=(
         "how many {o} does {n} have?", "what is the number of {o} of {n}?", "say how many {o} {n} has.",
@@ -149,9 +174,12 @@ HELD_OUT = Patterns(
     ),
     leads=("",),
     tails=("",),
+    subjects=("{n}", "{p}"),
+    amounts=("{k} {o}",),
     ask_now=(
-        "in the end {n} has how many {o}?", "say how many {o} {p} has now.", "find how many {o} there are in the end.",
-        "what is now the number of {o} of {n}?", "how many {o} does {n} now have?", "count how many {o} {n} has.",
+        "in the end {n} has how many {o}?", "say how many {o} {p} has now.",
+        "find how many {o} there are in the end.", "what is now the number of {o} of {n}?",
+        "how many {o} does {n} now have?", "count how many {o} {n} has.",
     ),
     ask_total=(
         "in all they have how many {o}?", "say how many {o} there are in all.", "find the total number of {o}.",

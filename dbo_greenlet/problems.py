@@ -69,8 +69,8 @@ _HELD_OUT_ONE_IN = 5
 # Each kind as often as it is listed. "change" is a gain or a loss, "groups" equal groups (a product).
 _KINDS = (
     "change", "change", "change", "change", "change_change", "change_change", "change_change", "total", "total",
-    "difference", "difference", "more", "more", "groups", "groups", "groups", "price", "price",
-    "groups_change", "groups_change",
+    "difference", "difference", "comparison", "comparison", "comparison", "groups", "groups", "groups", "price",
+    "price", "groups_change", "groups_change",
 )  # fmt: skip
 
 
@@ -203,10 +203,11 @@ def _draw(rng: random.Random, patterns: Patterns, held_out: bool) -> Problem:
 def _draw_numbers(rng: random.Random, kind: str) -> _Calculation | None:
     """Operands of a problem of this kind and their calculation; None if a difference would not be positive."""
     if kind in ("groups", "price", "groups_change"):
-        numbers = _Calculation(10 * rng.randrange(1, 6) + rng.randrange(1, 10))
+        numbers = _Calculation(10 * rng.randrange(1, 10) + rng.randrange(1, 10))
         numbers.multiply(rng.randrange(2, 10))
     else:
-        numbers = _Calculation(rng.randrange(2, 100))
+        # Large numbers now and then: the sum at the end of a product needs them learned from more than products.
+        numbers = _Calculation(rng.randrange(100, 900) if rng.randrange(4) == 0 else rng.randrange(2, 100))
     changes = {"groups": 0, "price": 0, "change_change": 2}.get(kind, 1)
     for _ in range(changes):
         other = rng.randrange(2, 100)
@@ -244,8 +245,10 @@ def _with_changes(
     for position in range(1 + product, len(numbers.operands)):
         step = numbers.steps[position - 1]
         change = rng.choice(patterns.gain if "+" in step else patterns.loss)
+        change = change.replace("{s}", rng.choice(patterns.subjects)).replace("{np}", rng.choice(patterns.amounts))
         lead = rng.choice(patterns.leads)
-        tail = "" if "{" in lead + change[-3:] else rng.choice(patterns.tails)
+        # One place or time a sentence: a second one would be the same again.
+        tail = "" if "{" in lead or "{x}" in change else rng.choice(patterns.tails)
         sentences.append(lead + change.replace("{k}", f"{{k{position}}}") + tail)
         slots[f"k{position}"] = numbers.operands[position]
     return _join(rng, patterns, sentences, rng.choice(patterns.ask_now)), slots
@@ -290,7 +293,7 @@ _STORIES = {
     "change_change": _story_of_changes,
     "total": _story_of_two_people,
     "difference": _story_of_two_people,
-    "more": _story_of_comparison,
+    "comparison": _story_of_comparison,
     "groups": _story_of_groups,
     "price": _story_of_price,
     "groups_change": _story_of_groups_and_change,

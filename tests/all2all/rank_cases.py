@@ -23,7 +23,7 @@ def dense_reference(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> T
     """The obvious way, one token and one choice at a time."""
     out = torch.zeros_like(hidden)
     for token in range(hidden.shape[0]):
-        total = torch.zeros(hidden.shape[1], dtype=torch.float32)
+        total = torch.zeros(hidden.shape[1], dtype=torch.float32, device=hidden.device)
         for choice, weight in zip(topk_ids[token].tolist(), topk_weights[token], strict=True):
             if choice >= 0:
                 total = total + weight * expert(choice, hidden[token]).to(torch.float32)
