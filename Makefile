@@ -11,8 +11,8 @@ VLLM_PY := .venv-vllm/bin/python
 SETUP = $(BOOTSTRAP) scripts/setup_env.py --torch-index "$(TORCH_INDEX)" --python "$(PYTHON)"
 # The set-up itself runs on whatever python3 there is; it then looks for the version it needs.
 BOOTSTRAP = $(shell for python in $(PYTHON) python3 python3.11 python3.12 python3.13 python3.10 python; do \
-	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' >/dev/null 2>&1 && { echo "$$python"; exit; }; done; \
-	echo no_python)
+	[ "$$("$$python" -c 'import sys; print(sys.version_info >= (3, 8))' 2>/dev/null)" = True ] && \
+	{ echo "$$python"; exit; }; done; echo no_python)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm demo test test-core test-vllm lint format bench wheel-check clean clean-env
@@ -32,7 +32,7 @@ setup-vllm: ## make .venv-vllm: the same with vLLM's CPU build (about 3.5 GB)
 	$(needs_python) $(SETUP) vllm
 
 demo: setup ## run the demonstration
-	@$(PY) -m dbo_greenlet.cli.main demo
+	@.venv/bin/dbo-greenlet run
 
 test: setup ## run the tests
 	@$(PY) -m pytest $(ARGS)
@@ -44,9 +44,11 @@ test-vllm: setup-vllm ## run the tests that need vLLM
 	@$(VLLM_PY) -m pytest -m vllm $(ARGS)
 
 lint: setup ## ruff, its formatter, and mypy --strict on the core
-	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check .
-	@$(PY) -m mypy
+	@failed=0; \
+	echo "lint: ruff check"; $(PY) -m ruff check . || failed=1; \
+	echo "lint: ruff format --check"; $(PY) -m ruff format --check . || failed=1; \
+	echo "lint: mypy --strict on the core"; $(PY) -m mypy || failed=1; \
+	exit $$failed
 
 format: setup ## rewrite the sources as `make lint` wants them
 	@$(PY) -m ruff check --fix .

