@@ -122,7 +122,7 @@ class DeepseekV2Config:
         except ImportError as error:
             raise ConfigurationError(
                 f"reading {path} needs transformers 5, which cannot be imported ({error}); "
-                'install it with: pip install "dbo-greenlet[moe]"'
+                'install it with: pip install "dbo-greenlet[run]"'
             ) from error
 
         try:
