@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .scheduler import StepHooks
     from .switch_state import SwitchState
 
-__all__ = ["CarrierPool", "GreenletMicrobatch", "run_step"]
+__all__ = ["Carrier", "CarrierPool", "GreenletMicrobatch", "run_step"]
 
 # What travels through `switch`, besides the microbatch itself: anything else means that somebody outside switched.
 _GO = object()
@@ -49,7 +49,7 @@ class GreenletMicrobatch(Microbatch):
 
     def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
         super().__init__(index, entry, context)
-        self.greenlet: greenlet | None = None
+        self.greenlet: Carrier | None = None
         self.ended = False
         self.switch: Callable[[Any], Any] | None = None
         # The way to the hub while the step runs, and a function that refuses once it is being aborted or over: the
@@ -62,6 +62,10 @@ class GreenletMicrobatch(Microbatch):
                 f"the yield at {site!r} was called from a greenlet that is not microbatch {self.index}; "
                 "only the microbatch's own greenlet may yield (did a library inside the model start greenlets?)"
             )
+        self.park(site)
+
+    def park(self, site: str) -> None:
+        """`yield_` for a caller that knows it is on this microbatch's own greenlet."""
         self.site = site
         if self.to_hub(self) is not _GO:
             raise ForeignSwitchError(
@@ -88,6 +92,12 @@ class GreenletMicrobatch(Microbatch):
         self.to_hub = _refuse_to_yield
 
 
+class Carrier(greenlet):  # type: ignore[misc]  # greenlet has no types
+    """A greenlet that knows whom it carries, so that a yield finds its microbatch with one look."""
+
+    microbatch: GreenletMicrobatch | None = None
+
+
 def _carry(microbatch: GreenletMicrobatch | None) -> None:
     """The life of a carrier: one microbatch after the other, handed in by the hub of each step.
 
@@ -108,14 +118,16 @@ class CarrierPool(threading.local):
     """
 
     def __init__(self) -> None:
-        self.idle: list[greenlet] = []
+        self.idle: list[Carrier] = []
 
-    def take(self, hub: greenlet) -> greenlet:
-        carrier = self.idle.pop() if self.idle else greenlet(_carry)
+    def take(self, hub: greenlet, microbatch: GreenletMicrobatch) -> Carrier:
+        carrier = self.idle.pop() if self.idle else Carrier(_carry)
         carrier.parent = hub
+        carrier.microbatch = microbatch
         return carrier
 
-    def give_back(self, carrier: greenlet) -> None:
+    def give_back(self, carrier: Carrier) -> None:
+        carrier.microbatch = None
         carrier.gr_context = None
         self.idle.append(carrier)
 
@@ -132,7 +144,7 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
     pool: CarrierPool = hooks.pool
     microbatches: Sequence[Any] = step.microbatches
     for microbatch in microbatches:
-        microbatch.greenlet = carrier = pool.take(hub)
+        microbatch.greenlet = carrier = pool.take(hub, microbatch)
         carrier.gr_context = hooks.copy_context()
         microbatch.switch = carrier.switch
         microbatch.to_hub = hub.switch

@@ -246,25 +246,32 @@ class Step:
         """Indices of the microbatches that may run now, ascending. Never empty while the step lives."""
         return [i for i in range(self.count) if self.may_run(i)]
 
-    def check_choice(self, index: object) -> Microbatch:
+    def check_choice(self, index: int) -> Microbatch:
         """The microbatch the policy picked.
 
         Raises:
             PolicyError: it is done, would overtake an earlier one, or is no index at all.
         """
-        if not isinstance(index, int) or not 0 <= index < self.count:
-            raise PolicyError(f"policy {self.policy_name!r} answered {index!r}; runnable are {self.runnable()}")
-        microbatch = self.microbatches[index]
-        # The common case, written out: this runs at every yield.
-        if not microbatch.done:
-            if index == 0 or self.microbatches[index - 1].slice_number > microbatch.slice_number:
+        microbatches = self.microbatches
+        try:
+            microbatch = microbatches[index]
+        except (IndexError, TypeError):
+            raise self._no_such(index) from None
+        # The common case first: this runs at every yield.
+        if not microbatch.done and microbatch.index == index:
+            if index == 0 or microbatches[index - 1].slice_number > microbatch.slice_number:
                 return microbatch
             if self.may_run(index):
                 return microbatch
+        if microbatch.index != index:
+            raise self._no_such(index)  # counted from the end
         why = "is done" if microbatch.done else "would overtake an earlier microbatch on the compute stream"
         raise PolicyError(
             f"policy {self.policy_name!r} picked microbatch {index}, which {why}; runnable: {self.runnable()}"
         )
+
+    def _no_such(self, index: object) -> PolicyError:
+        return PolicyError(f"policy {self.policy_name!r} answered {index!r}; runnable are {self.runnable()}")
 
     # -- the record (law 5) ------------------------------------------------------------------------------------------
 

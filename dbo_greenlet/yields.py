@@ -15,6 +15,9 @@ from threading import get_ident
 from types import CodeType
 from typing import Any, TypeVar
 
+from greenlet import getcurrent
+
+from .greenlet_carrier import Carrier
 from .step import running, traced
 
 __all__ = [
@@ -70,6 +73,11 @@ def dbo_yield(site: str | None = None) -> None:
         StepAborted: the step failed elsewhere, or is being unwound. Let it pass.
     """
     if running:
+        carrier = getcurrent()
+        if carrier.__class__ is Carrier:
+            microbatch: Any = carrier.microbatch
+            microbatch.park(site or _caller_site())
+            return
         microbatch = running.get(get_ident())
         if microbatch is not None:
             microbatch.yield_(site or _caller_site())

@@ -75,10 +75,10 @@ def test_nothing_of_a_step_is_left(carrier: str, fails: bool) -> None:
             pass
     else:
         scheduler.run([entry(0), entry(1)], contexts)
-    carriers = [w() for w in watched if type(w()) is greenlet]
+    carriers = [w() for w in watched if isinstance(w(), greenlet)]
     # The greenlets wait for the next step and hold nothing of this one; they go with the scheduler.
     assert len(carriers) == (2 if carrier == "greenlet" else 0)
-    alive = [w() for w in watched if w() is not None and type(w()) is not greenlet]
+    alive = [w() for w in watched if w() is not None and not isinstance(w(), greenlet)]
     assert alive == []
     del scheduler, carriers
     alive = [w() for w in watched if w() is not None]

@@ -1,0 +1,205 @@
+"""Thread state belongs to the microbatch: saved when it leaves the thread, put on when it comes back (law 3).
+
+Torch keeps grad mode, inference mode, autocast, the dispatcher's key sets and the mode stacks per OS thread, and
+restores them in the order in which scopes end. Microbatches on one thread end them in another order: where two of them
+enter inference mode in turn, the thread stays in it when both have left. So each microbatch gets its own.
+
+Most microbatches change nothing: the caller enters inference mode once, round the step. Then `leave` reads some
+getters, compares one tuple and is done. What differs is taken off by `torch_state.Parked`.
+
+Not covered, because torch keeps it per process and not per thread: `torch.backends` flags and `sdpa_kernel`, the
+default dtype, determinism flags, the random generators. Not covered, because a yield inside makes no sense there:
+functorch transforms (`vmap`, `grad`), tracing, saved-tensor hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import direct_ops, profiling, yields
+from .ambient import AmbientHandle, Pair, ambient_pairs, register_ambient_state
+from .torch_state import Baseline, Observation, Parked, observe
+
+if TYPE_CHECKING:
+    from .devices import Device
+    from .step import Microbatch
+
+__all__ = ["AmbientHandle", "TorchThreadState", "register_ambient_state"]
+
+# Traced code asks `yields.dbo_enabled()`. Only with torch there can be traced code.
+yields._is_tracing = torch.compiler.is_compiling
+
+_HAS_CUDA = hasattr(torch._C, "_cuda_getDevice")
+
+
+class TorchThreadState:
+    """The `SwitchState` of one step on torch. Make a new one for each step, also for a step inside a microbatch.
+
+    Covers grad mode, inference mode, the forward-AD, multithreaded-backward and view-replay flags, the dispatcher's
+    include and exclude sets, dispatch and function mode stacks with the default device, the torch-function state,
+    autocast (on or off, dtypes, cache, nesting), Dynamo's frame callback, the current stream and CUDA device, open
+    `dbo_range`s, and what `register_ambient_state` was told of.
+
+    Args:
+        device: whose current stream is kept apart. None: CUDA's, if CUDA is in use.
+        ambient: (save, restore) pairs to keep apart instead of the registered ones.
+    """
+
+    __slots__ = (
+        "_ambient",
+        "_base",
+        "_current_stream",
+        "_depth",
+        "_device",
+        "_engaged",
+        "_extras",
+        "_holds",
+        "_more",
+        "_parked",
+        "_seen",
+        "_stream",
+        "_threads",
+        "_values",
+    )
+
+    def __init__(self, device: Device | None = None, ambient: tuple[Pair, ...] | None = None) -> None:
+        self._device = device
+        self._ambient = ambient
+        self._threads: dict[int, Baseline] = {}
+        self._parked: list[Parked] = []
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Remember the thread's state as the baseline, and let registered custom ops be called directly."""
+        extras = ambient_pairs() if self._ambient is None else self._ambient
+        device = self._device
+        if device is not None:
+            # First in the list, and by name as well: it is looked at on every yield of a step that has contexts.
+            self._current_stream = device.current_stream
+            self._stream = device.current_stream()
+            extras = ((device.current_stream, device.set_stream), *extras)
+        if _HAS_CUDA and torch.cuda.is_initialized():
+            extras = (*extras, *_cuda_pairs(with_stream=device is None))
+        self._extras = extras
+        self._values = [save() for save, _ in extras]
+        self._depth = profiling.depth()
+        self._seen: Observation = observe()
+        self._base = Baseline(self._seen)
+        self._holds = self._base.holds
+        self._more = len(extras) > (device is not None)
+        self._engaged = direct_ops.engage()
+
+    def leave(self, microbatch: Microbatch) -> None:
+        """Compare with the baseline; what differs goes to `microbatch.saved_state` and is taken off the thread."""
+        same = self._holds()
+        if (
+            same
+            and (self._device is None or self._current_stream() is self._stream)
+            and (not self._more or self._extras_unchanged())
+            and (not profiling.used or profiling.depth() == self._depth)
+        ):
+            microbatch.saved_state = None
+            return
+        parked = Parked()
+        # First of all, so that `finish` knows of its guards whatever happens from here on.
+        self._parked.append(parked)
+        microbatch.saved_state = parked
+        if not same:
+            parked.take_off(observe(), self._base)
+        for (save, restore), base in zip(self._extras, self._values, strict=True):
+            value = save()
+            if value is not base and value != base:
+                parked.extras.append((restore, value))
+                restore(base)
+        parked.ranges = profiling.close_above(self._depth)
+
+    def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any:
+        """Put the microbatch's state on, switch to it, and do what `leave` does when it gives the thread back.
+
+        Whatever `switch` raises comes out with the baseline on.
+        """
+        parked: Parked = microbatch.saved_state
+        try:
+            profiling.reopen(parked.ranges)
+            for restore, value in reversed(parked.extras):
+                restore(value)
+            parked.put_on(self._base)
+            self._parked.remove(parked)
+            return switch(argument)
+        finally:
+            self.leave(microbatch)
+
+    def finish(self) -> None:
+        """The thread's state is the baseline again, also after a failure in the middle of `leave` or `resume`."""
+        try:
+            profiling.close_above(self._depth)
+            for parked in self._parked:
+                parked.leave_guards()
+            self._parked.clear()
+            if not self._base.holds():
+                self._base.restore(observe())
+            for (save, restore), base in zip(self._extras, self._values, strict=True):
+                value = save()
+                if value is not base and value != base:
+                    restore(base)
+        finally:
+            if self._engaged:
+                direct_ops.disengage()
+
+    def _extras_unchanged(self) -> bool:
+        for (save, _), base in zip(self._extras, self._values, strict=True):
+            value = save()
+            if value is not base and value != base:
+                return False
+        return True
+
+    # -- microbatches on threads of their own ------------------------------------------------------------------------
+
+    def thread_begin(self) -> None:
+        """In a new OS thread: put the hub's torch state on. The thread's own is remembered for `thread_end`."""
+        seen = observe()
+        self._threads[get_ident()] = Baseline(seen)
+        if seen != self._seen:
+            self._base.restore(seen)
+
+    def thread_end(self) -> None:
+        """Give the OS thread the state back that it had: modes left on its stack would outlive the step."""
+        own = self._threads.pop(get_ident(), None)
+        if own is not None:
+            seen = observe()
+            if seen != own.seen:
+                own.restore(seen)
+
+    # -- law 2 -------------------------------------------------------------------------------------------------------
+
+    def unsafe_call(self, frame: FrameType | None) -> str | None:
+        """The operator whose C++ frame lies between a parked microbatch's yield and its entry; None where none does."""
+        return direct_ops.find_unsafe_call(frame)
+
+
+def _cuda_pairs(with_stream: bool) -> tuple[Pair, ...]:
+    """Save and restore of what CUDA keeps per thread; the stream only where no `Device` keeps it."""
+    device: Pair = (torch._C._cuda_getDevice, torch.cuda.set_device)
+    dtype: Pair = (lambda: torch.get_autocast_dtype("cuda"), lambda value: torch.set_autocast_dtype("cuda", value))
+    if not with_stream:
+        return (device, dtype)
+    index = torch._C._cuda_getDevice()
+
+    def save() -> Any:
+        # Three numbers; torch.cuda.current_stream() builds an object of them and takes twenty times as long.
+        return torch._C._cuda_getCurrentStream(index)
+
+    def restore(value: Any) -> None:
+        # By way of the public function, looked up now: engines replace it to keep their own note of the stream.
+        stream_id, device_index, device_type = value
+        torch.cuda.set_stream(
+            torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        )
+
+    return (device, dtype, (save, restore))

@@ -1,0 +1,377 @@
+"""Registered operators are direct in a microbatch and only there; a direct call does what the dispatcher would do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dbo_greenlet import Scheduler, dbo_yield, register_direct_op
+from dbo_greenlet.errors import ConfigurationError, MicrobatchFailed, UnsafeYieldError
+from tests.direct_ops.operators import IMPLEMENTATIONS, mix, model, seen
+from tests.thread_state.programs import DispatchLog, FunctionLog, snapshot
+
+NAMES = list(IMPLEMENTATIONS)
+INPUTS = [torch.arange(12.0).reshape(3, 4) * (i + 1) for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    seen.clear()
+    before = snapshot()
+    yield
+    assert snapshot() == before
+
+
+@pytest.fixture
+def direct() -> Iterator[Callable[..., Any]]:
+    registered = []
+
+    def register(name: str, implementation: Any = None) -> Any:
+        op = register_direct_op(name, implementation or IMPLEMENTATIONS.get(name))
+        registered.append(op)
+        return op
+
+    yield register
+    for op in registered:
+        op.remove()
+
+
+def packet(name: str) -> Any:
+    return getattr(torch.ops.dbo_test, name.partition("::")[2])
+
+
+@pytest.mark.parametrize("carrier", ["greenlet", "thread"])
+@pytest.mark.parametrize("name", NAMES)
+def test_yields_inside_interleave_and_give_the_same_bits(direct: Any, name: str, carrier: str) -> None:
+    direct(name)
+    with torch.inference_mode():
+        expected = [model(x, name) for x in INPUTS]
+        assert all(seen), "outside a step the operator goes through the dispatcher"
+        seen.clear()
+        result = Scheduler(carrier=carrier).run([lambda x=x: model(x, name) for x in INPUTS])
+    assert seen == [None] * 9, "inside a step it does not"
+    assert result.schedule.decisions == (0, 1, 2) * 7  # six yields and the return
+    assert all(torch.equal(got, wanted) for got, wanted in zip(result.outputs, expected, strict=True))
+
+
+def test_without_registration_the_yield_is_refused_and_the_next_step_works(direct: Any) -> None:
+    with torch.inference_mode():
+        with pytest.raises(UnsafeYieldError, match=r"register_direct_op\('dbo_test::raw'\)") as caught:
+            Scheduler().run([lambda x=x: model(x, "dbo_test::raw") for x in INPUTS])
+        assert caught.value.op == "dbo_test::raw"
+        direct("dbo_test::raw")
+        assert len(Scheduler().run([lambda x=x: model(x, "dbo_test::raw") for x in INPUTS]).outputs) == 3
+
+
+def test_the_gate_is_in_during_steps_only(direct: Any) -> None:
+    op = packet("dbo_test::custom")
+    originals = op._op, op.default._op
+    direct("dbo_test::custom")
+    assert (op._op, op.default._op) == originals
+
+    def entry() -> bool:
+        dbo_yield("a")
+        Scheduler(strict=False).run([lambda: dbo_yield("inner")])
+        return op._op is not originals[0] and op.default._op is not originals[1]
+
+    assert Scheduler().run([entry, entry]).outputs == [True, True]
+    assert (op._op, op.default._op) == originals
+
+    def failing() -> None:
+        dbo_yield("a")
+        raise ArithmeticError
+
+    with pytest.raises(MicrobatchFailed):
+        Scheduler().run([entry, failing])
+    assert (op._op, op.default._op) == originals
+
+
+def test_an_operator_hashes_the_same_in_a_step(direct: Any) -> None:
+    op = packet("dbo_test::custom")
+    direct("dbo_test::custom")
+    table = {op: "packet", op.default: "overload"}
+
+    def entry() -> tuple[str, str, int, int]:
+        return table[op], table[op.default], hash(op), hash(op.default)
+
+    assert Scheduler().run([entry]).outputs == [("packet", "overload", hash(op), hash(op.default))]
+
+
+def test_registering_and_removing_while_a_step_runs(direct: Any) -> None:
+    op = packet("dbo_test::raw")
+    original = op._op
+
+    def entry() -> list[bool]:
+        states = [op._op is original]
+        registered = direct("dbo_test::raw")
+        again = direct("dbo_test::raw")
+        states.append(op._op is original)
+        registered.remove()  # has been replaced: nothing to take back
+        states.append(op._op is original)
+        again.remove()
+        again.remove()
+        states.append(op._op is original)
+        return states
+
+    direct("dbo_test::custom")  # without any operator the step begins without looking
+    assert Scheduler().run([entry]).outputs == [[True, False, False, True]]
+    assert op._op is original
+
+
+def test_another_thread_goes_through_the_dispatcher_while_a_step_runs(direct: Any) -> None:
+    direct("dbo_test::raw")
+    outputs = []
+
+    def entry() -> None:
+        dbo_yield("a")
+        thread = threading.Thread(target=lambda: outputs.append(torch.ops.dbo_test.raw(INPUTS[1], 1)))
+        thread.start()
+        thread.join()
+        dbo_yield("b")
+
+    Scheduler().run([entry])
+    assert seen == ["dbo_test::raw"]
+    assert torch.equal(outputs[0], mix(INPUTS[1], 1))
+
+
+def test_steps_in_two_threads_share_the_gate(direct: Any) -> None:
+    direct("dbo_test::custom")
+    original = packet("dbo_test::custom")._op
+    both = threading.Barrier(2)
+    outputs: list[Any] = []
+
+    def step() -> None:
+        def entry() -> torch.Tensor:
+            both.wait(60)
+            y = model(INPUTS[0], "dbo_test::custom")
+            both.wait(60)
+            return y
+
+        outputs.append(Scheduler().run([entry]).outputs[0])
+
+    threads = [threading.Thread(target=step) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [None] * 6
+    assert torch.equal(*outputs)
+    assert packet("dbo_test::custom")._op is original
+
+
+# -- what the dispatcher would do -------------------------------------------------------------------------------------
+
+
+def logged(mode: type, entry: Callable[[], Any]) -> list[Any]:
+    log: list[Any] = []
+    with mode("mode", log):
+        entry()
+    return log
+
+
+@pytest.mark.parametrize("mode", [FunctionLog, DispatchLog])
+@pytest.mark.parametrize("name", ["dbo_test::custom", "dbo_test::raw"])
+def test_modes_see_the_operator_and_it_still_yields(direct: Any, name: str, mode: type) -> None:
+    direct(name)
+    with torch.no_grad():
+
+        def call() -> None:
+            packet(name)(INPUTS[0], 2)
+            packet(name).default(INPUTS[0], 2)
+
+        expected = logged(mode, call)
+        assert sum(name.partition("::")[2] in entry[2] for entry in expected) >= 2
+        seen.clear()
+        result = Scheduler().run([lambda: logged(mode, call)] * 2)
+    assert result.outputs == [expected] * 2
+    assert seen == [None] * 4
+    assert result.yields == (4, 4)
+
+
+def test_a_default_device_is_what_it_is_without_the_gate(direct: Any) -> None:
+    torch.library.define("dbo_test::make", "(int n) -> Tensor")
+
+    def make(n: int) -> torch.Tensor:
+        dbo_yield("make")
+        # The operator is shown to the default device's mode, which is therefore off inside.
+        return torch.ones(n)
+
+    torch.library.impl("dbo_test::make", "BackendSelect", make)
+    direct("dbo_test::make", make)
+
+    def entry(device: str) -> str:
+        with torch.device(device):
+            inside = torch.ops.dbo_test.make(3).device.type
+            return f"{inside}, then {torch.ones(3).device.type}"
+
+    expected = [entry("meta"), entry("cpu")]
+    assert expected == ["cpu, then meta", "cpu, then cpu"]
+    assert Scheduler().run([lambda: entry("meta"), lambda: entry("cpu")]).outputs == expected
+
+
+def test_a_tensor_subclass_sees_the_operator(direct: Any) -> None:
+    calls: list[str] = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    direct("dbo_test::raw")
+    x = INPUTS[0].as_subclass(Watching)
+
+    def entry() -> tuple[str, Any]:
+        y = torch.ops.dbo_test.raw(x, layer=1)
+        return type(y).__name__, y.as_subclass(torch.Tensor)
+
+    with torch.no_grad():
+        expected = entry()
+        by_hand, calls[:] = list(calls), []
+        step = Scheduler().run([entry])
+    assert by_hand[0] == "dbo_test.raw"
+    assert calls == by_hand
+    assert step.outputs[0][0] == expected[0] == "Watching"
+    assert torch.equal(step.outputs[0][1], expected[1])
+    assert step.yields == (2,)
+
+
+def test_fake_tensors_get_the_fake_implementation(direct: Any) -> None:
+    direct("dbo_test::raw")
+
+    def entry() -> list[int]:
+        with FakeTensorMode() as mode:
+            return list(torch.ops.dbo_test.raw(mode.from_tensor(INPUTS[0]), 1).shape)
+
+    assert Scheduler().run([entry]).outputs == [[3, 4]]
+    assert seen == []
+
+
+def test_an_argument_that_requires_grad_needs_the_operators_own_formula(direct: Any) -> None:
+    direct("dbo_test::with_backward")
+
+    def entry() -> torch.Tensor:
+        x = torch.ones(2, requires_grad=True)
+        torch.ops.dbo_test.with_backward(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(Scheduler().run([entry]).outputs[0], torch.full((2,), 100.0))
+    assert seen == ["dbo_test::with_backward"]
+
+
+def test_a_yield_under_that_formula_is_refused(direct: Any) -> None:
+    direct("dbo_test::custom")
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(UnsafeYieldError, match="dbo_test::custom"):
+        Scheduler().run([lambda: torch.ops.dbo_test.custom(x, 1)])
+
+
+@pytest.mark.parametrize("opaque", [True, False])
+def test_with_grad_mode_on_the_result_is_the_dispatchers(direct: Any, opaque: bool) -> None:
+    """The weight that requires grad is no argument; a custom_op hides it, a plain library operator does not."""
+    weight = torch.ones(2, requires_grad=True)
+    name = f"dbo_test::weigh_{'opaque' if opaque else 'open'}"
+
+    def weigh(xs: list[torch.Tensor]) -> torch.Tensor:
+        dbo_yield("weigh")
+        return xs[0] * weight
+
+    if opaque:
+        torch.library.custom_op(name, weigh, mutates_args=(), schema="(Tensor[] xs) -> Tensor")
+    else:
+        torch.library.define(name, "(Tensor[] xs) -> Tensor")
+        torch.library.impl(name, "CompositeExplicitAutograd", weigh)
+    op = packet(name)
+    direct(name, weigh)
+    x = torch.ones(2)
+    assert torch.is_grad_enabled()
+    alone = op([x])
+    step = Scheduler().run([lambda: op([x])] * 2)
+    assert [y.requires_grad for y in step.outputs] == [alone.requires_grad] * 2 == [not opaque] * 2
+    assert step.yields == (1, 1)
+    with pytest.raises(UnsafeYieldError):
+        Scheduler().run([lambda: op([x, weight])])
+
+
+def test_a_composite_operator_has_the_gradient_of_its_parts(direct: Any) -> None:
+    direct("dbo_test::composite")
+
+    def entry() -> torch.Tensor:
+        x = torch.ones(2, requires_grad=True)
+        torch.ops.dbo_test.composite(x, 1).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = entry()
+    seen.clear()
+    step = Scheduler().run([entry, entry])
+    assert all(torch.equal(y, expected) for y in step.outputs)
+    assert seen == [None, None]
+    assert step.yields == (2, 2)
+
+
+def test_a_mutated_argument_is_mutated(direct: Any) -> None:
+    direct("dbo_test::add_in_place")
+    tensors = [torch.zeros(3), torch.ones(3)]
+    with torch.no_grad():
+        versions = [t._version for t in tensors]
+        step = Scheduler().run([lambda t=t: torch.ops.dbo_test.add_in_place(t, 0.5) for t in tensors])
+    assert step.yields == (2, 2)
+    assert [t.tolist() for t in tensors] == [[0.5] * 3, [1.5] * 3]
+    assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "message"),
+    [
+        ("custom", None, "namespace::name"),
+        ("dbo_test::custom.default", None, "namespace::name"),
+        ("dbo_test::nothing", None, "there is no operator 'dbo_test::nothing'"),
+        ("aten::add", None, "has the overloads"),
+        ("dbo_test::raw", None, "pass it as implementation"),
+        ("dbo_test::raw", lambda x: x, "names, order and defaults"),
+        ("dbo_test::raw", lambda layer, x: x, "names, order and defaults"),
+        ("dbo_test::raw", 3, "is not a Python function"),
+    ],
+)
+def test_what_cannot_be_registered(name: str, implementation: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        register_direct_op(name, implementation)
+
+
+def test_defaults_of_the_schema_must_be_the_implementations_too() -> None:
+    torch.library.define("dbo_test::scale", "(Tensor x, float by=2.0) -> Tensor")
+    with pytest.raises(ConfigurationError, match="defaults"):
+        register_direct_op("dbo_test::scale", lambda x, by: x * by)
+    register_direct_op("dbo_test::scale", lambda x, by=2.0: x * by).remove()
+    register_direct_op("dbo_test::scale", lambda *args, **kwargs: args[0]).remove()
+
+
+def test_an_operator_with_kernels_per_device_needs_to_be_told_which() -> None:
+    @torch.library.custom_op("dbo_test::by_device", mutates_args=(), device_types="cpu")
+    def by_device(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with pytest.raises(ConfigurationError, match="kernels of its own for cpu"):
+        register_direct_op("dbo_test::by_device")
+
+
+def test_a_known_implementation_that_moved_is_said_to_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dbo_greenlet import direct_ops
+
+    monkeypatch.setitem(direct_ops.KNOWN_IMPLEMENTATIONS, "dbo_test::raw", "json:no_such_function")
+    with pytest.raises(ConfigurationError, match="not at json"):
+        register_direct_op("dbo_test::raw")
+    monkeypatch.setitem(direct_ops.KNOWN_IMPLEMENTATIONS, "dbo_test::raw", "tests.direct_ops.operators:mix")
+    op = register_direct_op("dbo_test::raw")
+    assert op.implementation is mix
+    op.remove()

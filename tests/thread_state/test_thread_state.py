@@ -1,0 +1,376 @@
+"""Thread state, part by part, and the ways in which it can go wrong."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dbo_greenlet import Scheduler, dbo_yield, make_ubatch_contexts
+from dbo_greenlet.errors import MicrobatchFailed
+from dbo_greenlet.thread_state import TorchThreadState
+from dbo_greenlet.torch_state import Baseline, observe
+from tests.thread_state.programs import SCOPES, STREAMS, DispatchLog, FunctionLog, snapshot
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    before = snapshot()
+    yield
+    assert snapshot() == before
+    assert STREAMS.current_stream() is STREAMS.default_stream
+
+
+class Slot:
+    """What `TorchThreadState` touches of a microbatch."""
+
+    saved_state: Any = None
+
+
+def scheduler(**settings: Any) -> Scheduler:
+    return Scheduler(strict=False, **settings)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCOPES if kind not in ("number", "no inference", "enable_grad")])
+def test_a_scope_that_is_open_at_a_yield_belongs_to_its_microbatch(kind: str) -> None:
+    """Each part of the state by itself; overlapping in the order that breaks torch's own restoring."""
+    log: list[Any] = []
+
+    def comparable() -> dict[str, Any]:
+        return {name: value for name, value in snapshot().items() if name not in ("dispatch modes", "function modes")}
+
+    def scoped(site: str) -> list[Any]:
+        seen = [comparable()]
+        with SCOPES[kind](site, log):
+            seen.append(comparable())
+            dbo_yield(site)
+            seen.append(comparable())
+            dbo_yield(site)
+        return [*seen, comparable()]
+
+    def bystander() -> list[Any]:
+        seen = [comparable()]
+        for _ in range(2):
+            dbo_yield("bystander")
+            seen.append(comparable())
+        return seen
+
+    outside = comparable()
+    with SCOPES[kind]("x", log):
+        inside = comparable()
+    contexts = make_ubatch_contexts(3, device=STREAMS)
+    step = scheduler().run([lambda: scoped("a"), bystander, lambda: scoped("b")], contexts)
+    assert step.outputs[0] == step.outputs[2] == [outside, inside, inside, outside]
+    assert step.outputs[1] == [outside] * 3
+    assert snapshot() != outside or kind != "nothing"
+
+
+def test_a_quiet_microbatch_saves_nothing() -> None:
+    state, slot = TorchThreadState(STREAMS), Slot()
+    with torch.inference_mode(), torch.autocast("cpu"), FunctionLog("f", []), DispatchLog("d", []):
+        state.start()
+        state.leave(slot)
+        assert slot.saved_state is None
+        with torch.no_grad():  # already off
+            state.leave(slot)
+        assert slot.saved_state is None
+        state.finish()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("around", ["nothing", *SCOPES])
+def test_the_quick_comparison_says_what_the_slow_one_says(around: str, quick: bool, monkeypatch: Any) -> None:
+    if not quick:
+        monkeypatch.setattr("dbo_greenlet.key_sets.view", lambda: None)
+    scope = SCOPES[around] if around != "nothing" else lambda name, log: torch.enable_grad()
+    with scope("outer", []):
+        base = Baseline(observe())
+        assert base.holds()
+        for kind, inner in SCOPES.items():
+            with inner("inner", []):
+                assert base.holds() == (observe() == base.seen), kind
+            assert base.holds()
+        for leak in LEAKS.values():
+            leak()
+            if observe() != base.seen:
+                assert not base.holds()
+                clean = observe()
+                base.restore(clean)
+            held.clear()
+            base.restore(observe())
+            assert base.holds()
+        STREAMS.set_stream(STREAMS.default_stream)
+
+
+def test_the_schedulers_own_work_is_invisible_to_modes() -> None:
+    log: list[Any] = []
+
+    def entry() -> None:
+        with FunctionLog("f", log), torch.no_grad(), torch.autocast("cpu"):
+            log.append("begin")
+            dbo_yield("a")
+            log.append("end")
+
+    def other() -> None:
+        with FunctionLog("g", []), torch.inference_mode():
+            dbo_yield("b")
+
+    scheduler().run([entry, other])
+    begin, end = log.index("begin"), log.index("end")
+    assert log[begin + 1 : end] == []
+    with FunctionLog("outer", log):
+        del log[:]
+        scheduler().run([lambda: dbo_yield("a"), other])
+    assert [entry for entry in log if entry[0] == "outer" and entry[2] not in ("_set_grad_enabled",)] == []
+
+
+def test_the_autocast_cache_does_not_give_one_microbatch_the_casts_of_another() -> None:
+    """Torch's cache gives a weight's cast whatever dtype is wanted now: the second product would not even run."""
+    weight = torch.eye(2, requires_grad=True)
+    x = torch.tensor([[1.5, 2.5]])
+
+    def entry(dtype: torch.dtype, grad: bool) -> list[Any]:
+        seen = []
+        with torch.autocast("cpu", dtype=dtype), torch.set_grad_enabled(grad):
+            for _ in range(3):
+                y = x @ weight
+                seen.append((y.dtype, y.requires_grad))
+                dbo_yield("after product")
+        return seen
+
+    step = scheduler().run([lambda: entry(torch.bfloat16, True), lambda: entry(torch.float16, True)])
+    assert step.outputs == [[(torch.bfloat16, True)] * 3, [(torch.float16, True)] * 3]
+    # Inside one autocast scope round the step, the microbatches differ in grad mode only.
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+
+        def shared(grad: bool) -> list[bool]:
+            seen = []
+            with torch.set_grad_enabled(grad):
+                for _ in range(3):
+                    seen.append((x @ weight).requires_grad)
+                    dbo_yield("after product")
+            return seen
+
+        assert scheduler().run([lambda: shared(False), lambda: shared(True)]).outputs == [[False] * 3, [True] * 3]
+
+
+def test_a_default_device_set_inside_belongs_to_its_microbatch() -> None:
+    def entry(device: str) -> list[str]:
+        seen = [torch.empty(1).device.type]
+        torch.set_default_device(device)
+        dbo_yield("set")
+        seen += [torch.empty(1).device.type, torch.get_default_device().type]
+        dbo_yield("used")
+        torch.set_default_device(None)
+        return [*seen, torch.empty(1).device.type]
+
+    step = scheduler().run([lambda: entry("meta"), lambda: entry("cpu"), lambda: entry("meta")])
+    assert step.outputs == [["cpu", "meta", "meta", "cpu"], ["cpu"] * 4, ["cpu", "meta", "meta", "cpu"]]
+
+
+# -- what a microbatch leaves behind -----------------------------------------------------------------------------------
+
+held: list[Any] = []
+
+
+def enters(make: Callable[[], Any]) -> Callable[[], None]:
+    def leave_it_open() -> None:
+        scope = make()
+        scope.__enter__()
+        held.append(scope)
+
+    return leave_it_open
+
+
+LEAKS: dict[str, Callable[[], None]] = {
+    "grad": lambda: torch._C._set_grad_enabled(False),
+    "inference": enters(torch.inference_mode),
+    "below autograd": enters(torch._C._AutoDispatchBelowAutograd),
+    "autocast": enters(lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False)),
+    "dtype alone": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "cache alone": lambda: torch.set_autocast_cache_enabled(not torch.is_autocast_cache_enabled()),
+    "dispatch mode": enters(lambda: DispatchLog("d", [])),
+    "function mode": enters(lambda: FunctionLog("f", [])),
+    "default device": lambda: torch.set_default_device("meta"),
+    "function state": enters(torch._C.DisableTorchFunctionSubclass),
+    "frame callback": lambda: torch._C._dynamo.eval_frame.set_eval_frame(False),
+    "stream": lambda: STREAMS.set_stream(STREAMS.new_stream("side")),
+}
+
+
+@pytest.mark.parametrize("around", ["nothing", "inference", "dispatch mode", "function mode", "autocast bfloat16"])
+@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("how", ["returns", "raises", "is unwound"])
+def test_whatever_a_microbatch_leaves_on_is_taken_off(leak: str, how: str, around: str) -> None:
+    def leaking() -> None:
+        LEAKS[leak]()
+        dbo_yield("leaking")
+        if how == "raises":
+            raise ArithmeticError
+
+    def other() -> dict[str, Any]:
+        dbo_yield("other")
+        if how == "is unwound":
+            raise ArithmeticError
+        return snapshot()
+
+    entries: list[Any] = [leaking, other] if how != "is unwound" else [other, leaking]
+    contexts = make_ubatch_contexts(2, device=STREAMS)
+    scope = SCOPES[around]("outer", []) if around != "nothing" else torch.enable_grad()
+    with scope:
+        before = snapshot()
+        if how == "returns":
+            assert scheduler().run(entries, contexts).outputs[1] == before
+        else:
+            with pytest.raises(MicrobatchFailed):
+                scheduler().run(entries, contexts)
+        assert snapshot() == before
+        # Torch's guards restore what they found when they are destroyed, and these found another state than ours.
+        clean = Baseline(observe())
+        held.clear()
+        clean.restore(observe())
+        assert snapshot() == before
+
+
+def test_the_state_of_a_microbatch_that_never_came_back_is_dropped() -> None:
+    before = snapshot()
+    state, slot = TorchThreadState(), Slot()
+    state.start()
+    guard = torch._C._InferenceMode(True)
+    state.leave(slot)
+    assert slot.saved_state is not None
+    assert snapshot() == before
+    state.finish()
+    assert snapshot() == before
+    saved, slot.saved_state = slot.saved_state, None
+    del saved
+    gc.collect()
+    assert snapshot() == before, "nothing that was kept restores when it is collected"
+    clean = Baseline(observe())
+    del guard
+    clean.restore(observe())
+
+
+def test_an_interrupt_in_the_middle_of_a_switch_is_repaired_by_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever call into torch it lands in, while a state is taken off or put on."""
+    from dbo_greenlet import torch_state
+
+    names = [
+        name for name in vars(torch_state) if name.startswith(("_set_", "_push_", "_pop_")) or name.endswith("Guard")
+    ]
+    before = snapshot()
+
+    def attempt(name: str, nth: int) -> bool:
+        original = getattr(torch_state, name)
+        calls = 0
+
+        def interrupted(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == nth:
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        def entry() -> None:
+            with torch.inference_mode(), DispatchLog("d", []), FunctionLog("f", []), torch.autocast("cpu"):
+                dbo_yield("a")
+                dbo_yield("b")
+
+        state, slot = TorchThreadState(STREAMS), Slot()
+        state.start()
+        monkeypatch.setattr(torch_state, name, interrupted)
+        scopes = [torch.inference_mode(), DispatchLog("d", []), FunctionLog("f", []), torch.autocast("cpu")]
+        try:
+            for scope in scopes:
+                scope.__enter__()
+            state.leave(slot)
+            for _ in range(2):
+                state.resume(slot, lambda _: None, None)
+            happened = False
+        except KeyboardInterrupt:
+            happened = True
+        finally:
+            monkeypatch.setattr(torch_state, name, original)
+        state.finish()
+        assert snapshot() == before, (name, nth)
+        clean = Baseline(observe())
+        del scopes
+        clean.restore(observe())
+        return happened
+
+    interrupted_calls = 0
+    for name in names:
+        nth = 1
+        while attempt(name, nth):
+            interrupted_calls += 1
+            nth += 1
+    assert interrupted_calls > 20
+
+
+# -- steps inside steps, threads ---------------------------------------------------------------------------------------
+
+
+def test_a_step_inside_a_microbatch_starts_from_the_microbatchs_state() -> None:
+    def inner() -> tuple[bool, bool]:
+        before = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.no_grad():
+            dbo_yield("inner")
+        return before, torch.is_inference_mode_enabled()
+
+    def outer(on: bool) -> list[Any]:
+        with torch.inference_mode(on):
+            dbo_yield("outer")
+            inside = scheduler().run([inner, inner]).outputs
+            after = torch.is_inference_mode_enabled()
+            dbo_yield("outer")
+        return [*inside, after, torch.is_inference_mode_enabled()]
+
+    outputs = scheduler().run([lambda: outer(True), lambda: outer(False)]).outputs
+    assert outputs == [[(True, True), (True, True), True, False], [(False, False), (False, False), False, False]]
+
+
+@pytest.mark.parametrize("around", [kind for kind in SCOPES if kind not in ("number", "stream")])
+def test_threads_carry_microbatches_in_the_callers_state(around: str) -> None:
+    log: list[Any] = []
+
+    def entry() -> dict[str, Any]:
+        dbo_yield("a")
+        with torch.inference_mode():
+            dbo_yield("b")
+        return snapshot()
+
+    with SCOPES[around]("outer", log):
+        before = snapshot()
+        contexts = make_ubatch_contexts(2, device=STREAMS)
+        assert scheduler(carrier="thread").run([entry, entry], contexts).outputs == [before, before]
+        assert snapshot() == before
+
+
+def test_a_thread_gets_its_own_state_back_when_its_microbatch_is_done() -> None:
+    seen: list[Any] = []
+    state = TorchThreadState()
+    with torch.inference_mode(), DispatchLog("d", []), FunctionLog("f", []):
+        here = snapshot()
+        state.start()
+
+        def body() -> None:
+            seen.append(snapshot())
+            state.thread_begin()
+            seen.append(snapshot())
+            torch._C._set_grad_enabled(True)
+            state.thread_end()
+            seen.append(snapshot())
+            state.thread_end()  # nothing more to give back
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        state.finish()
+    fresh, on, after = seen
+    # Two module globals are of the process and not of the thread; they stay with the thread that entered the mode.
+    assert on == here
+    assert after == {**fresh, "in a dispatch mode": True}
