@@ -14,6 +14,7 @@ from ._version import __version__
 # Public name -> the module that defines it.
 _HOME = {
     "RoundRobin": "policy",
+    "Runner": "runner",
     "Scripted": "policy",
     "Schedule": "schedule",
     "Scheduler": "scheduler",
@@ -37,7 +38,7 @@ _HOME = {
     "dbo_yield_and_switch_from_compute_to_comm": "yields",
 }
 
-_NEEDS_TORCH = {"direct_ops", "thread_state", "profiling"}
+_NEEDS_TORCH = {"direct_ops", "profiling", "runner", "thread_state"}
 
 # `from dbo_greenlet import *` must work where greenlet is all there is.
 __all__ = ["__version__", *(name for name, home in _HOME.items() if home not in _NEEDS_TORCH)]

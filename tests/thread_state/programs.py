@@ -60,6 +60,14 @@ class DispatchLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class QuietDispatchLog(DispatchLog):
+    """A mode that the compiler need not know of; torch keeps other flags for these."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 class FunctionLog(TorchFunctionMode):
     def __init__(self, name: str, log: list[Any]) -> None:
         super().__init__()
@@ -84,7 +92,7 @@ def snapshot() -> dict[str, Any]:
         "autocast cache": torch.is_autocast_cache_enabled(),
         "autocast nesting": torch.autocast_increment_nesting() and torch.autocast_decrement_nesting(),
         "dispatch modes": [id(torch._C._get_dispatch_stack_at(i)) for i in range(torch._C._len_torch_dispatch_stack())],
-        "in a dispatch mode": torch_dispatch.is_in_torch_dispatch_mode(),
+        "in a dispatch mode": [torch_dispatch.is_in_torch_dispatch_mode(infra) for infra in (True, False)],
         "function modes": [id(torch._C._get_function_stack_at(i)) for i in range(torch._C._len_torch_function_stack())],
         "function state": torch._C._get_torch_function_state(),
         "default device": (torch_device.CURRENT_DEVICE, torch.get_default_device()),
@@ -103,7 +111,9 @@ SCOPES: dict[str, Any] = {
     "autocast float16": lambda name, log: torch.autocast("cpu", dtype=torch.float16),
     "autocast uncached": lambda name, log: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
     "autocast off": lambda name, log: torch.autocast("cpu", enabled=False),
+    "autocast cuda off": lambda name, log: torch.autocast("cuda", dtype=torch.bfloat16, enabled=False),
     "dispatch mode": DispatchLog,
+    "quiet dispatch mode": QuietDispatchLog,
     "function mode": FunctionLog,
     "function modes off": lambda name, log: torch._C.DisableTorchFunction(),
     "subclasses off": lambda name, log: torch._C.DisableTorchFunctionSubclass(),
@@ -111,6 +121,8 @@ SCOPES: dict[str, Any] = {
     "stream": lambda name, log: STREAMS.stream_scope(SIDE_STREAM),
     "meta device": lambda name, log: torch.device("meta"),
     "forward grad off": lambda name, log: forward_grad_off(),
+    "multithreading off": lambda name, log: torch.autograd.set_multithreading_enabled(False),
+    "view replay": lambda name, log: torch.autograd._force_original_view_tracking(True),
     "number": lambda name, log: number_set(number.get() + 1),
 }
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from dbo_greenlet import Scheduler, dbo_yield, make_ubatch_contexts
+from dbo_greenlet import Scheduler, dbo_yield, make_ubatch_contexts, register_direct_op
 from dbo_greenlet.errors import MicrobatchFailed
 from dbo_greenlet.thread_state import TorchThreadState
 from dbo_greenlet.torch_state import Baseline, observe
-from tests.thread_state.programs import SCOPES, STREAMS, DispatchLog, FunctionLog, snapshot
+from tests.thread_state.programs import SCOPES, STREAMS, DispatchLog, FunctionLog, X, snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -158,17 +158,55 @@ def test_the_autocast_cache_does_not_give_one_microbatch_the_casts_of_another() 
         assert scheduler().run([lambda: shared(False), lambda: shared(True)]).outputs == [[False] * 3, [True] * 3]
 
 
-def test_a_default_device_set_inside_belongs_to_its_microbatch() -> None:
+def test_a_microbatch_that_goes_on_in_its_own_autocast_gets_no_casts_of_the_surrounding_one() -> None:
+    weight = torch.eye(2, requires_grad=True)
+    x = torch.tensor([[1.5, 2.5]])
+
+    def product() -> list[torch.dtype]:
+        seen = []
+        for _ in range(3):
+            dbo_yield("before product")
+            seen.append((x @ weight).dtype)
+        return seen
+
+    def own() -> list[torch.dtype]:
+        with torch.autocast("cpu", dtype=torch.float16):
+            seen = product()
+            # Torch does not do this at the end of an inner scope, with or without microbatches.
+            torch.clear_autocast_cache()
+        return seen
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = scheduler().run([own, product, own]).outputs
+        # The same through `restore`, which does not know what was cast meanwhile.
+        base = Baseline(observe())
+        scope = torch.autocast("cpu", dtype=torch.float16)
+        scope.__enter__()
+        torch.clear_autocast_cache()
+        assert (x @ weight).dtype == torch.float16
+        base.restore(observe())
+        assert (x @ weight).dtype == torch.bfloat16
+    assert outputs == [[torch.float16] * 3, [torch.bfloat16] * 3, [torch.float16] * 3]
+
+
+@pytest.mark.parametrize("inside_operator", [False, True])
+def test_a_default_device_set_inside_belongs_to_its_microbatch(inside_operator: bool) -> None:
     def entry(device: str) -> list[str]:
         seen = [torch.empty(1).device.type]
         torch.set_default_device(device)
-        dbo_yield("set")
+        if inside_operator:
+            # It handles the call of the operator, and is off the mode stack as long as that lasts.
+            torch.ops.dbo_test_state.project(X)
+        else:
+            dbo_yield("set")
         seen += [torch.empty(1).device.type, torch.get_default_device().type]
         dbo_yield("used")
         torch.set_default_device(None)
         return [*seen, torch.empty(1).device.type]
 
+    registered = register_direct_op("dbo_test_state::project")
     step = scheduler().run([lambda: entry("meta"), lambda: entry("cpu"), lambda: entry("meta")])
+    registered.remove()
     assert step.outputs == [["cpu", "meta", "meta", "cpu"], ["cpu"] * 4, ["cpu", "meta", "meta", "cpu"]]
 
 
@@ -373,4 +411,4 @@ def test_a_thread_gets_its_own_state_back_when_its_microbatch_is_done() -> None:
     fresh, on, after = seen
     # Two module globals are of the process and not of the thread; they stay with the thread that entered the mode.
     assert on == here
-    assert after == {**fresh, "in a dispatch mode": True}
+    assert after == {**fresh, "in a dispatch mode": [True, True]}

@@ -1,0 +1,40 @@
+"""The Typer application: the subcommands under one name."""
+
+from __future__ import annotations
+
+import typer
+
+from .._version import __version__
+from . import replay, run, selftest, show
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="dbo-greenlet",
+    help="Dual batch overlap with greenlets: run it, look at a step, replay a run.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dbo-greenlet {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Dual batch overlap with greenlets: run it, look at a step, replay a run.
+
+    Exit codes: 0 all is well, 1 something was found, 2 the command could not run, 130 Ctrl-C.
+    """
+
+
+app.command("run")(run.run)
+app.command("show")(show.show)
+app.command("replay")(replay.replay)
+app.command("selftest")(selftest.selftest)

@@ -1,0 +1,114 @@
+"""`dbo-greenlet run`: answer a file of prompts, split and unsplit, and say what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..job.requests import PACKAGED_PROMPTS
+from ..job.spec import PACKAGED_MODEL, Settings
+
+__all__ = ["run"]
+
+_DEFAULT = Settings()
+
+
+def run(
+    prompts: Annotated[
+        Path, typer.Option(help='JSON Lines, {"prompt": ...} a line; also "answer", "arrival" (a step), "id".')
+    ] = PACKAGED_PROMPTS,
+    model: Annotated[
+        Path, typer.Option(envvar="DBO_GREENLET_MODEL", help="Folder of a DeepSeek-V2 checkpoint.")
+    ] = PACKAGED_MODEL,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take the first N prompts only.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Most tokens to generate for a prompt.")
+    ] = _DEFAULT.max_new_tokens,
+    ranks: Annotated[
+        int, typer.Option(envvar="DBO_GREENLET_RANKS", help="Expert-parallel, data-parallel processes.")
+    ] = _DEFAULT.ranks,
+    num_microbatches: Annotated[
+        int, typer.Option("--num-microbatches", "--ubatch-size", help="Microbatches of a split step.")
+    ] = _DEFAULT.num_microbatches,
+    decode_threshold: Annotated[
+        int, typer.Option("--dbo-decode-token-threshold", help="Tokens a rank needs for a decode step to be split.")
+    ] = _DEFAULT.decode_threshold,
+    prefill_threshold: Annotated[
+        int, typer.Option("--dbo-prefill-token-threshold", help="The same for any other step.")
+    ] = _DEFAULT.prefill_threshold,
+    rule: Annotated[
+        str, typer.Option("--rule", "--vote-rule", help="Voting rule of vLLM's model runner: v1 or v2.")
+    ] = _DEFAULT.rule,
+    policy: Annotated[str, typer.Option(help="Which microbatch goes next: round_robin.")] = _DEFAULT.policy,
+    carrier: Annotated[str, typer.Option(help="What carries a microbatch: greenlet or thread.")] = _DEFAULT.carrier,
+    all2all: Annotated[str, typer.Option(help="auto, torch (gloo or NCCL) or loopback (one rank).")] = _DEFAULT.all2all,
+    device: Annotated[
+        str, typer.Option(envvar="DBO_GREENLET_DEVICE", help="cpu or cuda (one GPU per rank).")
+    ] = _DEFAULT.device,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = _DEFAULT.dtype,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that a rank runs at once.")] = _DEFAULT.max_requests,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Most tokens in a step of a rank.")
+    ] = _DEFAULT.token_budget,
+    threads: Annotated[
+        int, typer.Option(envvar="DBO_GREENLET_THREADS", help="Torch threads of a rank.")
+    ] = _DEFAULT.threads,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Check sites and frames at every yield (also DBO_GREENLET_STRICT=1).")
+    ] = False,
+    rank_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a silent rank counts as stalled.")
+    ] = _DEFAULT.rank_timeout,
+    trace: Annotated[Path | None, typer.Option(help="Write the trace (JSON Lines) to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Answer prompts with expert-parallel ranks: every step split where the vote says so, then the same unsplit.
+
+    Prints accuracy, whether the tokens are equal, which steps were split and why (not), yields, schedule hashes, host
+    time per yield for greenlets and for threads, and the timetable of one step.
+
+    Example: dbo-greenlet run --limit 60 --trace trace.jsonl
+    """
+    settings = Settings(
+        ranks=ranks,
+        num_microbatches=num_microbatches,
+        decode_threshold=decode_threshold,
+        prefill_threshold=prefill_threshold,
+        rule=rule,
+        policy=policy,
+        carrier=carrier,
+        strict=strict or os.environ.get("DBO_GREENLET_STRICT", "") not in ("", "0"),
+        all2all=all2all,
+        device=device,
+        dtype=dtype,
+        max_new_tokens=max_new_tokens,
+        max_requests=max_num_seqs,
+        token_budget=max_num_batched_tokens,
+        threads=threads,
+        rank_timeout=rank_timeout,
+    )
+    settings.check()
+
+    from ..job.launch import run_job
+    from ..job.report import findings, make_report, render_report
+    from ..job.requests import read_requests
+    from ..job.spec import JobSpec, passes_of
+    from .progress import JobProgress
+
+    requests = tuple(read_requests(prompts, limit))
+    spec = JobSpec(settings, str(model), str(prompts), requests, passes_of(settings))
+    with JobProgress(spec) as progress:
+        result = run_job(spec, trace=trace, follow=progress.follow)
+    report = make_report(result)
+    print(json.dumps(report, indent=2) if as_json else render_report(report))
+    if trace is not None and not report["trace_problem"]:
+        print(f"Trace: {trace}", file=sys.stderr)
+    found = findings(report)
+    for sentence in found:
+        print(sentence, file=sys.stderr)
+    return 1 if found else 0

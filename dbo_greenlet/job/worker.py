@@ -1,0 +1,321 @@
+"""What the process of one rank does: load, meet the others, run the passes step by step, tell the parent.
+
+Every rank takes part in every step's vote until all have answered all their requests. Nobody has to say when that is:
+all ranks know all arrivals, so a step in which no rank has a token is the last one, or one to skip until the next
+arrival.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..batching import VoteSettings
+from ..devices import Device, cpu_device
+from ..errors import CheckpointError, ConfigurationError, PolicyError, PromptFileError, ReplayMismatch
+from ..moe import DeepseekV2Config, DeepseekV2Model, KVCache, Tokenizer, load_model, model_hash
+from ..policy import RoundRobin, Scripted
+from ..runner import Runner, StepOutput
+from ..trace.recorder import StepRecorder, make_header
+from ..trace.schema import EndRecord, PromptRecord, StepRecord, to_json
+from .engine import NOT_SAMPLED, Batch, Engine, RequestState, Sample, pick
+from .handoff import HandOffClock
+from .messages import Lines, Message, PassDone, Ready, StepDone
+from .spec import JobSpec, Pass, RecordedStep
+
+if TYPE_CHECKING:
+    from ..all2all import AllToAll
+    from ..ranks import RankGroup
+
+__all__ = ["Rank", "checksum", "processor_name"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Rank:
+    """One rank of a job, loaded and connected.
+
+    Args:
+        spec: the job.
+        rank: this rank.
+        group: its connection to the others; None where it is alone.
+        send: takes the messages to the parent.
+
+    Raises what loading raises: `CheckpointError`, `PromptFileError`, `ConfigurationError`; `RanksDisagreeError` if
+    another rank was started differently.
+    """
+
+    def __init__(self, spec: JobSpec, rank: int, group: RankGroup | None, send: Callable[[Message], None]) -> None:
+        began = time.monotonic()
+        settings = spec.settings
+        self.spec = spec
+        self.rank = rank
+        self.group = group
+        self.send = send
+        self.step = -1
+        self.run_name = ""
+        self.device, self.torch_device = open_device(settings.device, rank)
+        config = DeepseekV2Config.from_folder(spec.model)
+        if config.n_routed_experts % settings.ranks:
+            raise ConfigurationError(
+                f"--ranks is {settings.ranks}, which does not divide the model's {config.n_routed_experts} routed "
+                "experts; every rank gets the same number of them"
+            )
+        self.tokenizer = Tokenizer.from_folder(spec.model, config.eos_token_ids)
+        self.row_length = config.max_position_embeddings
+        self.prompts = self._encode(config)
+        self.model_hash = model_hash(spec.model)
+        if spec.model_sha256 not in ("", self.model_hash):
+            raise CheckpointError(
+                f"{spec.model} is not the model of the trace: its hash is {self.model_hash[:12]}, the recorded one "
+                f"{spec.model_sha256[:12]}; give the recorded model's folder (--model)"
+            )
+        votes = VoteSettings(
+            settings.num_microbatches, settings.decode_threshold, settings.prefill_threshold, settings.rule
+        )
+        if group is not None:
+            group.agree({**settings.as_json(), "model": self.model_hash, "torch": torch.__version__})
+        self.clock = HandOffClock(open_all2all(settings.all2all, group, config.n_routed_experts))
+        self.model: DeepseekV2Model = load_model(spec.model, self.clock, _DTYPES[settings.dtype], self.torch_device)
+        self.config = config
+        self.votes = votes
+        self.recorder = StepRecorder()
+        self._begin_trace()
+        send(Ready(time.monotonic() - began))
+
+    def run(self) -> None:
+        """All passes; raises what ends the job."""
+        for each in self.spec.passes:
+            self._run_pass(each)
+
+    # -- the beginning -----------------------------------------------------------------------------------------------
+
+    def _encode(self, config: DeepseekV2Config) -> list[list[int]]:
+        """Token ids of all requests, also those of other ranks: so that all refuse the same ones."""
+        prompts = []
+        for request in self.spec.requests:
+            ids = self.tokenizer.encode(request.prompt)
+            where = f"{self.spec.prompts}, line {request.line}"
+            if len(ids) > config.max_position_embeddings:
+                raise PromptFileError(
+                    f"{where}: the prompt has {len(ids)} tokens, the model's context holds "
+                    f"{config.max_position_embeddings} (max_position_embeddings in config.json); shorten it"
+                )
+            if not ids:
+                raise PromptFileError(f"{where}: the tokenizer makes no token of the prompt")
+            if max(ids) >= config.vocab_size:
+                raise ConfigurationError(
+                    f"the tokenizer in {self.spec.model} gives id {max(ids)}, the model has {config.vocab_size} ids; "
+                    "are they of the same checkpoint?"
+                )
+            prompts.append(ids)
+        return prompts
+
+    def _begin_trace(self) -> None:
+        settings = self.spec.settings
+        header = make_header(
+            rank=self.rank,
+            world=settings.ranks,
+            threads=torch.get_num_threads(),
+            model={"path": str(Path(self.spec.model).resolve()), "sha256": self.model_hash},
+            settings={**settings.as_json(), "processor": processor_name(self.torch_device)},
+            origin_ns=self.recorder.origin_ns,
+        )
+        prompts = [
+            PromptRecord(number, self.rank, self.spec.requests[number].arrival, self.spec.requests[number].prompt, ids)
+            for number, ids in self._mine()
+        ]
+        self.send(Lines(_lines(header, *prompts)))
+
+    def _mine(self) -> list[tuple[int, list[int]]]:
+        """(number, token ids) of the requests that this rank serves."""
+        ranks = self.spec.settings.ranks
+        return [(number, ids) for number, ids in enumerate(self.prompts) if number % ranks == self.rank]
+
+    # -- one pass ----------------------------------------------------------------------------------------------------
+
+    def _run_pass(self, each: Pass) -> None:
+        settings = self.spec.settings
+        self.run_name = each.run
+        began = time.monotonic()
+        states = [RequestState(number, self.spec.requests[number].arrival, ids) for number, ids in self._mine()]
+        engine = Engine(
+            states,
+            rows=settings.max_requests,
+            row_length=self.row_length,
+            token_budget=settings.token_budget,
+            max_new_tokens=settings.max_new_tokens,
+            eos_ids=self.tokenizer.eos_ids,
+            device=self.torch_device,
+        )
+        dtype = _DTYPES[settings.dtype]
+        runner = Runner(
+            self.model,
+            kv_cache=KVCache(self.config, settings.max_requests, self.row_length, dtype, self.torch_device),
+            settings=self.votes,
+            group=self.group,
+            device=self.device,
+            policy=RoundRobin(),
+            carrier=each.carrier,
+            strict=settings.strict,
+            instruments=(self.recorder, self.clock),
+            max_requests=settings.max_requests,
+        )
+        self.clock.running = True
+        self._steps(each, engine, runner)
+        self.clock.running = False
+        whole = each.split_steps is None
+        self.send(
+            PassDone(
+                each.run,
+                time.monotonic() - began,
+                {s.number: self.tokenizer.decode(s.generated) for s in states} if whole else {},
+                {s.number: s.generated for s in states} if whole else {},
+                {s.number: s.close_calls for s in states if s.close_calls} if whole else {},
+            )
+        )
+
+    def _steps(self, each: Pass, engine: Engine, runner: Runner) -> None:
+        arrivals = sorted({request.arrival for request in self.spec.requests})
+        recorded = self.spec.recorded or {}
+        split_steps = 0
+        step = 0
+        while split_steps != each.split_steps and (each.last_step is None or step <= each.last_step):
+            self.step = step
+            batch = engine.next_batch(step)
+            began = time.perf_counter_ns()
+            out = self._run_step(runner, batch, each.mode, recorded.get(step))
+            if out.output is None:
+                later = [arrival for arrival in arrivals if arrival > step]
+                if not later:
+                    return
+                step = later[0]
+                continue
+            samples = self._sample(batch, out.output)
+            ended = time.perf_counter_ns()
+            answered = engine.advance(batch, _forced(samples, batch, recorded.get(step)))
+            self._report(each, step, batch, out, samples, (began, ended), len(answered))
+            split_steps += out.decision.split
+            step += 1
+
+    def _run_step(self, runner: Runner, batch: Batch, mode: str, recorded: RecordedStep | None) -> StepOutput:
+        policy = None if recorded is None or recorded.schedule is None else Scripted(recorded.schedule)
+        try:
+            return runner.step(batch.input, mode=mode, policy=policy)
+        except (ReplayMismatch, PolicyError) as error:
+            if policy is None:
+                raise
+            raise ReplayMismatch(f"step {self.step}, rank {self.rank}: {error}") from error
+
+    @torch.inference_mode()
+    def _sample(self, batch: Batch, hidden: Tensor) -> list[Sample]:
+        if not batch.last_tokens:
+            return []
+        rows = torch.tensor(batch.last_tokens, device=hidden.device)
+        return pick(self.model.logits(hidden[rows]))
+
+    def _report(
+        self,
+        each: Pass,
+        step: int,
+        batch: Batch,
+        out: StepOutput,
+        samples: list[Sample],
+        span: tuple[int, int],
+        answered: int,
+    ) -> None:
+        decision = out.decision
+        sampled = [NOT_SAMPLED] * len(batch.parts)
+        for part, sample in zip(batch.sampling, samples, strict=True):
+            sampled[part] = sample.token
+        begin, end = ((at - self.recorder.origin_ns) / 1000 for at in span)
+        record = StepRecord(
+            step=step,
+            rank=self.rank,
+            run=each.run,
+            tokens=batch.input.num_tokens,
+            padded=decision.tokens_on(self.rank),
+            split=decision.split,
+            reason=str(decision.reason),
+            votes=[vote.to_row().tolist() for vote in decision.votes],
+            slices=[
+                [s.token_slice.start, s.token_slice.stop, s.request_slice.start, s.request_slice.stop]
+                for s in out.slices
+            ],
+            schedule="" if out.schedule is None else out.schedule.encode(),
+            hash="" if out.schedule is None else out.schedule.hash,
+            yields=list(out.yields),
+            output=checksum(out.output),
+            requests=batch.requests,
+            sampled=sampled,
+            begin=begin,
+            end=end,
+        )
+        details = self.recorder.records(step=step, rank=self.rank, run=each.run) if out.schedule is not None else []
+        self.send(StepDone(record, _lines(record, *details), answered, decision.message, self.clock.take_times()))
+
+    def last_words(self, error: BaseException | None) -> bytes:
+        """The trace's last line of this rank."""
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        return _lines(EndRecord(error is None, self.rank, text))
+
+
+def _forced(samples: list[Sample], batch: Batch, recorded: RecordedStep | None) -> list[Sample]:
+    """The samples with the recorded tokens in their place; as they are where the record does not fit the batch."""
+    if recorded is None or len(recorded.sampled) != len(batch.parts):
+        return samples
+    return [Sample(recorded.sampled[part], sample.gap) for part, sample in zip(batch.sampling, samples, strict=True)]
+
+
+def checksum(output: Tensor) -> str:
+    """16 hex characters (BLAKE2b) over the bytes of a step's output [T, H], as they lie in memory row by row."""
+    flat = output.detach().contiguous().view(torch.uint8).cpu()
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def processor_name(device: torch.device) -> str:
+    """What computes: equal names (with equal torch and threads) should give equal bits."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        # Not Linux; the platform module has to do.
+        pass
+    return platform.processor() or platform.machine()
+
+
+def open_device(name: str, rank: int) -> tuple[Device, torch.device]:
+    """The device that rank `rank` computes on. Raises `ConfigurationError` where there is none."""
+    if name == "cpu":
+        return cpu_device(), torch.device("cpu")
+    from ..devices.cuda import CudaDevice
+
+    device = CudaDevice(rank)
+    torch.cuda.set_device(rank)
+    return device, torch.device("cuda", rank)
+
+
+def open_all2all(name: str, group: RankGroup | None, num_experts: int) -> AllToAll:
+    """The all-to-all of that name; "auto" is the loopback for one rank, torch.distributed for several."""
+    if group is None:
+        from ..all2all.loopback import Loopback
+
+        return Loopback(num_experts)
+    from ..all2all.torch_distributed import TorchDistributed
+
+    return TorchDistributed(group, num_experts)
+
+
+def _lines(*records: Any) -> bytes:
+    return "".join(to_json(record) + "\n" for record in records).encode("ascii")

@@ -1,0 +1,278 @@
+"""The standalone runner: model and batch in, output out, split where the ranks agree to.
+
+    runner = Runner(model, kv_cache=cache, settings=VoteSettings(...), group=group)
+    out = runner.step(step_input)         # every rank of the group, in lockstep, idle ranks included
+    out.output                            # rows as the batch had them, whichever way it ran
+
+One step is: vote; pad and cut where the vote says so; run the microbatches under the scheduler, or the whole batch at
+once; join the comm stream into the compute stream; merge. What a step needs beyond its batch is made once and kept:
+contexts with their streams and events, and the buffers of query offsets and sequence lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .batching import (
+    Decision,
+    RankVote,
+    StepInput,
+    UBatchBuffers,
+    UBatchSlice,
+    Veto,
+    VoteSettings,
+    decide,
+    merge_outputs,
+    pad_step,
+    slice_all,
+    split_step,
+)
+from .devices import Device, cpu_device
+from .errors import ConfigurationError, MicrobatchFailed, RankFailedError, ReceiveHookError, ScheduleDivergence
+from .microbatch import UBatchContext, make_ubatch_contexts
+from .policy import Policy
+from .schedule import Schedule
+from .scheduler import Scheduler
+
+__all__ = ["MODES", "RankLink", "Runner", "StepOutput"]
+
+MODES = ("auto", "never", "sequential")
+
+
+class RankLink(Protocol):
+    """What the runner asks of a group of ranks; `dbo_greenlet.ranks.RankGroup` is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def exchange(self, row: Tensor) -> Tensor:
+        """Every rank's row of whole numbers [n], as [world_size, n]."""
+
+    def announce_failure(self, microbatch: int | None, error: BaseException) -> None:
+        """Make the step fail on every rank; does nothing where another failure was first."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gave.
+
+    Attributes:
+        output: what the model returns, with as many rows as the batch that came in; None where no rank had a token.
+        decision: split or not, with the reason, and the votes.
+        slices: the cut, one per microbatch; () where the step was not split.
+        schedule: the scheduler's decisions; None where there were none to take (not split, or one after the other).
+    """
+
+    output: Any
+    decision: Decision
+    slices: tuple[UBatchSlice, ...] = ()
+    schedule: Schedule | None = None
+
+    @property
+    def yields(self) -> tuple[int, ...]:
+        """Number of yields of each microbatch."""
+        return () if self.schedule is None else self.schedule.yields
+
+
+class Runner:
+    """Runs a model's steps.
+
+    Args:
+        model: called as `model(step_input)`, or as `model.forward(step_input, kv_cache)` where there is a cache. It
+            returns a tensor with a row per token, or a structure of them (see `merge_outputs`).
+        kv_cache: passed on to the model.
+        settings: number of microbatches N, thresholds and rule of the vote.
+        group: the ranks that run their steps in lockstep with this one; None for a single rank.
+        device: where streams and events live; None is the CPU.
+        policy, carrier, strict, thread_state, watchdog, instruments: see `Scheduler`.
+        max_requests: requests (padding included) of the largest step. A larger one makes new buffers, which a captured
+            graph would not know about.
+        compare_schedules: after each split step, compare its schedule hash with the other ranks'. It costs a small
+            all-gather a step.
+        inference_mode: wrap each step in `torch.inference_mode()`: once, round all microbatches.
+
+    A runner runs one step at a time.
+
+    Raises:
+        ConfigurationError: a setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv_cache: Any = None,
+        settings: VoteSettings | None = None,
+        group: RankLink | None = None,
+        device: Device | None = None,
+        policy: Policy | None = None,
+        carrier: str = "greenlet",
+        strict: bool | None = None,
+        thread_state: Any = "auto",
+        watchdog: float | None = None,
+        instruments: Iterable[Any] = (),
+        max_requests: int = 256,
+        compare_schedules: bool = False,
+        inference_mode: bool = True,
+    ) -> None:
+        self.settings = VoteSettings() if settings is None else settings
+        self.group = group
+        self.device: Device = cpu_device() if device is None else device
+        self._new_scheduler = partial(
+            Scheduler,
+            carrier=carrier,
+            strict=strict,
+            thread_state=thread_state,
+            watchdog=watchdog,
+            instruments=tuple(instruments),
+        )
+        self.scheduler = self._new_scheduler(policy)
+        self._forward: Callable[[StepInput], Any] = (
+            model if kv_cache is None else partial(_forward_with_cache, model.forward, kv_cache)
+        )
+        self._compare_schedules = compare_schedules
+        self._inference_mode = inference_mode
+        self._unsplit = VoteSettings(1, self.settings.decode_threshold, self.settings.prefill_threshold)
+        self._buffers = self._make_buffers(max_requests)
+        self._contexts: list[UBatchContext] = []
+        self._joined = self.device.new_event()
+
+    def step(
+        self, step: StepInput, *, mode: str = "auto", policy: Policy | None = None, veto: Veto = Veto.NONE
+    ) -> StepOutput:
+        """Run one step. Every rank of the group calls this for each of its steps, with a batch or an idle one.
+
+        Args:
+            step: this rank's batch.
+            mode: "auto" splits where the vote says so; "never" does not; "sequential" takes the slices of "auto" one
+                after the other, without a scheduler: the same arithmetic on the same rows, so its output must be equal
+                bit for bit. The same on every rank.
+            policy: for this step instead of the runner's; the same on every rank.
+            veto: why this rank does not want the step split.
+
+        Raises:
+            MicrobatchFailed and what else `Scheduler.run` raises: here. The other ranks of the group get
+                `RankFailedError` naming this one.
+            RankFailedError: another rank failed, died or stalled.
+            ScheduleDivergence: with `compare_schedules`, another rank took other decisions in this step.
+            BrokenGroupError: the group is broken since an earlier step.
+            ConfigurationError: an unknown mode.
+        """
+        if mode not in MODES:
+            raise ConfigurationError(f"mode={mode!r} is not known; choose one of {', '.join(MODES)}")
+        vote = RankVote.of_step(step, veto=veto)
+        try:
+            decision = decide(self._votes(vote), self._unsplit if mode == "never" else self.settings)
+            if all(each.num_tokens == 0 for each in decision.votes):
+                return StepOutput(None, decision)
+            with torch.inference_mode(self._inference_mode):
+                return self._run(step, decision, mode, policy)
+        except BaseException as error:
+            # Everything: whatever ends the step here, a KeyboardInterrupt too, leaves the others waiting (law 7).
+            if self.group is None:
+                raise
+            self.group.announce_failure(_failed_microbatch(error), error)
+            heard = _failure_of_another_rank(error)
+            if heard is None or heard is error:
+                raise
+            # A microbatch met it, but it is no failure of that microbatch.
+            raise RankFailedError(heard.rank, heard.microbatch, heard.reason) from error
+
+    def _votes(self, vote: RankVote) -> list[RankVote]:
+        if self.group is None:
+            return [vote]
+        return [RankVote.from_row(row) for row in self.group.exchange(vote.to_row())]
+
+    def _run(self, step: StepInput, decision: Decision, mode: str, policy: Policy | None) -> StepOutput:
+        rows = step.num_padded_tokens
+        step = pad_step(step, decision.tokens_on(0 if self.group is None else self.group.rank))
+        if not decision.split:
+            return StepOutput(_first_rows(self._forward(step), rows), decision)
+        slices = split_step(step, decision.num_microbatches)
+        if step.num_padded_requests > self._buffers.max_requests:
+            self._buffers = self._make_buffers(step.num_padded_requests)
+        entries = [partial(self._forward, part) for part in slice_all(step, slices, self._buffers)]
+        schedule = None
+        if mode == "sequential":
+            outputs = [entry() for entry in entries]
+        else:
+            scheduler = self.scheduler if policy is None else self._new_scheduler(policy)
+            result = scheduler.run(entries, self._contexts_for_step())
+            self._join()
+            outputs, schedule = result.outputs, result.schedule
+            if self._compare_schedules:
+                self._compare(schedule)
+        return StepOutput(_first_rows(merge_outputs(outputs, slices), rows), decision, tuple(slices), schedule)
+
+    def _contexts_for_step(self) -> list[UBatchContext]:
+        """The contexts, on the stream that is current now; made anew only where that is another one than last time."""
+        compute = self.device.current_stream()
+        if not self._contexts or self._contexts[0].compute_stream is not compute:
+            comm = self._contexts[0].comm_stream if self._contexts else None
+            n = self.settings.num_microbatches
+            self._contexts = make_ubatch_contexts(n, compute, comm, device=self.device)
+        return self._contexts
+
+    def _join(self) -> None:
+        """Whatever the caller enqueues next runs behind the step's communication as well."""
+        context = self._contexts[0]
+        self.device.record(self._joined, context.comm_stream)
+        self.device.wait(context.compute_stream, self._joined)
+
+    def _compare(self, schedule: Schedule) -> None:
+        if self.group is None:
+            return
+        # 60 of the hash's 64 bits: a row holds signed numbers.
+        mine = int(schedule.hash, 16) >> 4
+        hashes = self.group.exchange(torch.tensor([mine], dtype=torch.int64))[:, 0].tolist()
+        other = next((rank for rank, value in enumerate(hashes) if value != mine), None)
+        if other is not None:
+            raise ScheduleDivergence(
+                f"rank {self.group.rank} and rank {other} ran this step in different orders: the hashes of their "
+                f"schedules begin with {mine:015x} and {hashes[other]:015x}; are policy and model the same on both?"
+            )
+
+    def _make_buffers(self, max_requests: int) -> UBatchBuffers:
+        return UBatchBuffers(max_requests, self.settings.num_microbatches, self._tensor_device())
+
+    def _tensor_device(self) -> torch.device:
+        return torch.device(self.device.name)
+
+
+def _forward_with_cache(forward: Callable[[StepInput, Any], Any], kv_cache: Any, step: StepInput) -> Any:
+    return forward(step, kv_cache)
+
+
+def _failed_microbatch(error: BaseException) -> int | None:
+    if isinstance(error, MicrobatchFailed):
+        return error.index
+    return error.owner if isinstance(error, ReceiveHookError) else None
+
+
+def _failure_of_another_rank(error: BaseException | None) -> RankFailedError | None:
+    while error is not None and not isinstance(error, RankFailedError):
+        error = error.__cause__
+    return error
+
+
+def _first_rows(output: Any, rows: int) -> Any:
+    """The output without the rows of the padding that the ranks agreed on: views, in the same containers."""
+    if isinstance(output, Tensor):
+        return output[:rows]
+    if isinstance(output, dict):
+        return {key: _first_rows(value, rows) for key, value in output.items()}
+    if isinstance(output, (tuple, list)):
+        items = [_first_rows(item, rows) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(tensors := getattr(output, "tensors", None), dict):
+        return type(output)(_first_rows(tensors, rows))
+    return output
