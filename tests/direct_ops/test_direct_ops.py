@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbo_greenlet import Scheduler, dbo_yield, register_direct_op
 from dbo_greenlet.errors import ConfigurationError, MicrobatchFailed, UnsafeYieldError
@@ -193,6 +195,43 @@ def test_modes_see_the_operator_and_it_still_yields(direct: Any, name: str, mode
     assert result.yields == (4, 4)
 
 
+@pytest.mark.parametrize("kind", ["CompositeImplicitAutograd", "CompositeExplicitAutograd"])
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("modes_off", [False, True])
+def test_a_mode_sees_as_much_of_an_operator_as_by_the_dispatcher(
+    direct: Any, kind: str, grad: Any, modes_off: bool
+) -> None:
+    """Without yields: a composite operator under a mode is not direct."""
+    name = f"dbo_test::add_one_{kind}"
+    if not hasattr(torch.ops.dbo_test, name.partition("::")[2]):
+        torch.library.define(name, "(Tensor x) -> Tensor")
+        torch.library.impl(name, kind, add_one)
+    direct(name, add_one)
+
+    def entry() -> list[Any]:
+        log: list[Any] = []
+        exclude = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+        off = torch._C._ExcludeDispatchKeyGuard(exclude) if modes_off else contextlib.nullcontext()
+        with grad(), DispatchLog("mode", log), off:
+            packet(name)(INPUTS[0])
+        return log
+
+    assert Scheduler().run([entry]).outputs == [entry()]
+
+
+def add_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_while_something_is_compiled_calls_go_through_the_dispatcher(
+    direct: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct("dbo_test::with_backward")
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    Scheduler().run([lambda: torch.ops.dbo_test.with_backward(INPUTS[0])])
+    assert seen == ["dbo_test::with_backward"]
+
+
 def test_a_default_device_is_what_it_is_without_the_gate(direct: Any) -> None:
     torch.library.define("dbo_test::make", "(int n) -> Tensor")
 
@@ -214,7 +253,26 @@ def test_a_default_device_is_what_it_is_without_the_gate(direct: Any) -> None:
     assert Scheduler().run([lambda: entry("meta"), lambda: entry("cpu")]).outputs == expected
 
 
-def test_a_tensor_subclass_sees_the_operator(direct: Any) -> None:
+def test_a_mode_that_refuses_is_an_error_as_by_the_dispatcher(direct: Any) -> None:
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return NotImplemented
+
+    def entry() -> None:
+        with torch.no_grad(), Refusing():
+            torch.ops.dbo_test.with_backward(INPUTS[0])
+
+    direct("dbo_test::with_backward")
+    with pytest.raises(TypeError) as alone:
+        entry()
+    with pytest.raises(MicrobatchFailed) as step:
+        Scheduler().run([entry])
+    assert isinstance(step.value.__cause__, TypeError)
+    assert str(step.value.__cause__).partition(" at 0x")[0] == str(alone.value).partition(" at 0x")[0]
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_tensor_subclass_sees_the_operator(direct: Any, keyword: bool) -> None:
     calls: list[str] = []
 
     class Watching(torch.Tensor):
@@ -227,7 +285,7 @@ def test_a_tensor_subclass_sees_the_operator(direct: Any) -> None:
     x = INPUTS[0].as_subclass(Watching)
 
     def entry() -> tuple[str, Any]:
-        y = torch.ops.dbo_test.raw(x, layer=1)
+        y = torch.ops.dbo_test.raw(x=x, layer=1) if keyword else torch.ops.dbo_test.raw(x, 1)
         return type(y).__name__, y.as_subclass(torch.Tensor)
 
     with torch.no_grad():
@@ -252,12 +310,14 @@ def test_fake_tensors_get_the_fake_implementation(direct: Any) -> None:
     assert seen == []
 
 
-def test_an_argument_that_requires_grad_needs_the_operators_own_formula(direct: Any) -> None:
+@pytest.mark.parametrize("keyword", [False, True])
+def test_an_argument_that_requires_grad_needs_the_operators_own_formula(direct: Any, keyword: bool) -> None:
     direct("dbo_test::with_backward")
 
     def entry() -> torch.Tensor:
         x = torch.ones(2, requires_grad=True)
-        torch.ops.dbo_test.with_backward(x).sum().backward()
+        y = torch.ops.dbo_test.with_backward(x=x) if keyword else torch.ops.dbo_test.with_backward(x)
+        y.sum().backward()
         assert x.grad is not None
         return x.grad
 

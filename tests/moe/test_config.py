@@ -133,5 +133,5 @@ def test_a_missing_file_or_folder_is_named(tmp_path: Path) -> None:
 
 def test_without_transformers_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigurationError, match=r"pip install .*moe"):
+    with pytest.raises(ConfigurationError, match=r"pip install .*run"):
         read(tmp_path, V2_LITE)

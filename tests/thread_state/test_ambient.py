@@ -111,6 +111,28 @@ def test_pairs_may_be_given_to_one_step_alone() -> None:
     assert scheduler.run([lambda: forward("a"), lambda: forward("b")]).outputs == [["a"] * 3, ["b"] * 3]
 
 
+def test_pairs_nest() -> None:
+    """Taken off in order of registration, put on in the opposite one."""
+    values = {"outer": 0, "inner": 0}
+    order: list[str] = []
+
+    def pair(name: str) -> Any:
+        def put(value: int) -> None:
+            values[name] = value
+            order.append(f"{name} {value}")
+
+        return (lambda: values[name], put)
+
+    def entry() -> None:
+        values["outer"], values["inner"] = 1, 2
+        dbo_yield("a")
+        order.append("back")
+        values["outer"] = values["inner"] = 0
+
+    Scheduler(thread_state=lambda: TorchThreadState(ambient=(pair("outer"), pair("inner")))).run([entry])
+    assert order == ["outer 0", "inner 0", "inner 2", "outer 1", "back"]
+
+
 def test_what_cannot_be_registered(registered: Any) -> None:
     with pytest.raises(ConfigurationError, match="registered already"):
         register_ambient_state("test context", save, restore)

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dbo_greenlet import Scheduler, dbo_range, dbo_yield
 from dbo_greenlet.errors import MicrobatchFailed
 from dbo_greenlet.profiling import depth
+from dbo_greenlet.thread_state import TorchThreadState
 
 X = torch.ones(4)
 # An operator for each microbatch, so that a trace says whose it is.
@@ -132,6 +133,17 @@ def test_a_profiler_that_starts_in_the_middle_sees_the_ranges_from_the_next_slic
     Scheduler().run([profiling, entry])
     names = {event.name: ancestors(event) for event in seen[0].events()}
     assert names["aten::sin"] == ["long"]
+
+
+def test_a_range_that_nobody_closed_is_closed_when_the_step_finishes() -> None:
+    """As after an interrupt in the hub, before the microbatch that opened it had left."""
+    state = TorchThreadState()
+    with dbo_range("outer"):
+        state.start()
+        dbo_range("inner").__enter__()
+        state.finish()
+        assert depth() == 1
+    assert depth() == 0
 
 
 def test_ranges_may_end_in_another_order_than_they_began() -> None:
