@@ -168,7 +168,7 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
 
 
 def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks, thread: int) -> None:
-    leave, resume = state.leave, state.resume
+    unchanged, leave, resume = state.unchanged, state.leave, state.resume
     begin_slice, end_slice = hooks.before_slice, hooks.after_slice
     check_choice, slice_ended, strict = step.check_choice, step.slice_ended, step.strict
     traced[0] = True
@@ -185,7 +185,8 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             hooks.notify(begin_slice, microbatch)
         if microbatch.saved_state is None:
             arrived = microbatch.switch(argument)
-            leave(microbatch)
+            if not unchanged():
+                leave(microbatch)
         else:
             arrived = resume(microbatch, microbatch.switch, _GO)
         if arrived is microbatch:

@@ -20,16 +20,18 @@ __all__ = ["PlainSwitchState", "SwitchState"]
 class SwitchState(Protocol):
     """Keeps thread state apart; one object serves one step.
 
-    `start` remembers the thread's state as the baseline. After each slice `leave` compares: equal costs a comparison
-    and nothing else; otherwise the difference goes into `microbatch.saved_state` and the baseline is put back. `resume`
-    is called only where `saved_state` is not None: it puts that state on round `switch(argument)` and then does what
-    `leave` does. `finish` ends the step, also a failed one, with the baseline on.
+    `start` remembers the thread's state as the baseline. After each slice `unchanged` says whether it is still on: most
+    slices end with that, and it must cost next to nothing. Where it is not, `leave` moves the difference into
+    `microbatch.saved_state` and puts the baseline back. `resume` is called only where `saved_state` is not None: it
+    puts that state on round `switch(argument)` and then takes off again what differs. `finish` ends the step, also a
+    failed one, with the baseline on.
 
     `thread_begin` and `thread_end` bracket a microbatch that is carried by an OS thread of its own.
     `unsafe_call(frame)` names the operator whose C++ frame lies between a parked microbatch's yield and its entry.
     """
 
     def start(self) -> None: ...
+    def unchanged(self) -> bool: ...
     def leave(self, microbatch: Microbatch) -> None: ...
     def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any: ...
     def finish(self) -> None: ...
@@ -49,15 +51,15 @@ class PlainSwitchState:
         if self._device is not None:
             self._baseline = self._device.current_stream()
 
+    def unchanged(self) -> bool:
+        return self._device is None or self._device.current_stream() is self._baseline
+
     def leave(self, microbatch: Microbatch) -> None:
         device = self._device
-        if device is None:
-            return
-        stream: Any = device.current_stream()
-        if stream is self._baseline:
+        if device is None or self.unchanged():
             microbatch.saved_state = None
         else:
-            microbatch.saved_state = stream
+            microbatch.saved_state = device.current_stream()
             device.set_stream(self._baseline)
 
     def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from . import direct_ops, profiling, yields
 from .ambient import AmbientHandle, Pair, ambient_pairs, register_ambient_state
-from .torch_state import Baseline, Observation, Parked, observe
+from .torch_state import Baseline, Observation, Parked, observe, quick_check
 
 if TYPE_CHECKING:
     from .devices import Device
@@ -53,18 +53,15 @@ class TorchThreadState:
     __slots__ = (
         "_ambient",
         "_base",
-        "_current_stream",
         "_depth",
         "_device",
         "_engaged",
         "_extras",
-        "_holds",
-        "_more",
         "_parked",
         "_seen",
-        "_stream",
         "_threads",
         "_values",
+        "unchanged",
     )
 
     def __init__(self, device: Device | None = None, ambient: tuple[Pair, ...] | None = None) -> None:
@@ -80,9 +77,6 @@ class TorchThreadState:
         extras = ambient_pairs() if self._ambient is None else self._ambient
         device = self._device
         if device is not None:
-            # First in the list, and by name as well: it is looked at on every yield of a step that has contexts.
-            self._current_stream = device.current_stream
-            self._stream = device.current_stream()
             extras = ((device.current_stream, device.set_stream), *extras)
         if _HAS_CUDA and torch.cuda.is_initialized():
             extras = (*extras, *_cuda_pairs(with_stream=device is None))
@@ -91,19 +85,16 @@ class TorchThreadState:
         self._depth = profiling.depth()
         self._seen: Observation = observe()
         self._base = Baseline(self._seen)
-        self._holds = self._base.holds
-        self._more = len(extras) > (device is not None)
+        if len(extras) > (device is not None) or profiling.used:
+            self.unchanged = self._unchanged_with_extras
+        else:
+            self.unchanged = quick_check(self._seen, device and device.current_stream, profiling)
         self._engaged = direct_ops.engage()
 
     def leave(self, microbatch: Microbatch) -> None:
         """Compare with the baseline; what differs goes to `microbatch.saved_state` and is taken off the thread."""
-        same = self._holds()
-        if (
-            same
-            and (self._device is None or self._current_stream() is self._stream)
-            and (not self._more or self._extras_unchanged())
-            and (not profiling.used or profiling.depth() == self._depth)
-        ):
+        same = self._base.holds()
+        if same and self._extras_unchanged() and profiling.depth() == self._depth:
             microbatch.saved_state = None
             return
         parked = Parked()
@@ -151,6 +142,9 @@ class TorchThreadState:
         finally:
             if self._engaged:
                 direct_ops.disengage()
+
+    def _unchanged_with_extras(self) -> bool:
+        return self._base.holds() and self._extras_unchanged() and profiling.depth() == self._depth
 
     def _extras_unchanged(self) -> bool:
         for (save, _), base in zip(self._extras, self._values, strict=True):

@@ -219,15 +219,24 @@ def _hide_from_function_modes(seen: Observation, wanted: Observation) -> bool:
     return bool(seen[_FUNCTIONS] != wanted[_FUNCTIONS])
 
 
-def _quick_check(wanted: Observation) -> Callable[[], bool]:
+def quick_check(
+    wanted: Observation, current_stream: Callable[[], Any] | None = None, ranges: Any = None
+) -> Callable[[], bool]:
     """A function that says whether the thread's state is `wanted`: `observe() == wanted` at a third of its price.
 
-    Every component is compared; only the key sets are read in another way, where `key_sets` has one. A closure and
-    not a method, because this is what a yield spends most of its time on: what it compares with is then at hand.
+    Every component is compared; only the key sets are read in another way, where `key_sets` has one. With
+    `current_stream`, what it answers now is part of the state; with `ranges` (the module `profiling`), that none of
+    them was ever opened. A closure and not a method, because this is what a yield spends most of its time on: what it
+    compares with is then at hand.
     """
+    stream = None if current_stream is None else current_stream()
     words = key_sets.view()
     if words is None or wanted[_DISPATCH] or wanted[_FUNCTION]:
-        return lambda: observe() == wanted
+        return lambda: (
+            observe() == wanted
+            and (current_stream is None or current_stream() is stream)
+            and (ranges is None or not ranges.used)
+        )
     include, exclude = words
     inference, dispatch_on, grad, forward_grad = (wanted[i] for i in (_INFERENCE, _DISPATCH_ON, _GRAD, _FORWARD_GRAD))
     multithreading, view_replay, device = (wanted[i] for i in (_MULTITHREADING, _VIEW_REPLAY, _DEVICE))
@@ -253,6 +262,8 @@ def _quick_check(wanted: Observation) -> Callable[[], bool]:
             and _is_autocast_cache() is cache
             and _autocast_dtype("cpu") is cpu_dtype
             and _frame_callback() is callback
+            and (current_stream is None or current_stream() is stream)
+            and (ranges is None or not ranges.used)
         )
 
     return holds
@@ -265,7 +276,7 @@ class Baseline(Values):
 
     def __init__(self, seen: Observation) -> None:
         super().__init__(seen)
-        self.holds: Callable[[], bool] = _quick_check(seen)
+        self.holds: Callable[[], bool] = quick_check(seen)
 
     def restore(self, seen: Observation) -> None:
         """Make this the thread's state, whatever it is now (`seen`), and keep no guard entered.

@@ -20,22 +20,24 @@ from typing import Any
 
 __all__ = ["find_unsafe_call", "note_direct_callee", "note_unsafe_caller"]
 
-# Code objects of Python functions that are called from an operator's `__call__` without C++ between.
-_direct_callees: set[CodeType] = set()
-# Code objects of functions that call into C++, whatever the next inner frame is.
-_always_unsafe: set[CodeType] = set()
-# Code objects of methods that call into C++ unless the next inner frame is a direct callee.
-_operator_calls: set[CodeType] = set()
+# By the identity of code objects, because hashing one walks its names and constants, and this runs for every frame.
+_kept: list[CodeType] = []
+# Functions that call an operator's C++ function: True whatever they call next, False unless that is a direct callee.
+_callers: dict[int, bool] = {}
+# Python functions that an operator's `__call__` calls without C++ in between.
+_direct_callees: set[int] = set()
 
 
 def note_direct_callee(code: CodeType) -> None:
     """`code` belongs to a Python function that stands in for an operator's C++ function."""
-    _direct_callees.add(code)
+    _kept.append(code)
+    _direct_callees.add(id(code))
 
 
-def note_unsafe_caller(code: CodeType) -> None:
-    """`code` belongs to a Python function that calls an operator's C++ function."""
-    _always_unsafe.add(code)
+def note_unsafe_caller(code: CodeType, always: bool = True) -> None:
+    """`code` is that of a Python function that calls an operator's C++ function: `always`, or unless stood in for."""
+    _kept.append(code)
+    _callers[id(code)] = always
 
 
 def find_unsafe_call(frame: FrameType | None, stop_frame: FrameType | None = None) -> str | None:
@@ -50,39 +52,45 @@ def find_unsafe_call(frame: FrameType | None, stop_frame: FrameType | None = Non
         The operator's qualified name, for example "vllm::moe_forward" ("aten::add.Tensor" for a named overload), or
         None where there is no such call. About 0.1 us a frame.
     """
-    if not _operator_calls and not _learn_torch():
+    if not _torch_known and not _learn_torch():
         return None
-    operator_calls, always, direct = _operator_calls, _always_unsafe, _direct_callees
-    inner: CodeType | None = None
+    callers, direct = _callers, _direct_callees
+    inner = 0
     while frame is not None and frame is not stop_frame:
-        code = frame.f_code
-        if (code in operator_calls and inner not in direct) or code in always:
+        code = id(frame.f_code)
+        if code in callers and (callers[code] or inner not in direct):
             return _operator_name(frame)
         inner = code
         frame = frame.f_back
     return None
 
 
+_torch_known = False
+
+
 def _learn_torch() -> bool:
-    """Fill the sets from `torch._ops`, if the program has imported it."""
+    """Look up the functions of `torch._ops` that matter, if the program has imported it."""
+    global _torch_known
     ops = sys.modules.get("torch._ops")
-    if ops is None:
+    overload, packet = getattr(ops, "OpOverload", None), getattr(ops, "OpOverloadPacket", None)
+    if overload is None or packet is None:
         return False
-    for owner, method in (
-        ("OpOverload", "__call__"),
-        ("TorchBindOpOverload", "__call__"),
-        ("OpOverloadPacket", "__call__"),
+    script_object = getattr(ops, "TorchBindOpOverload", None)
+    for owner, method, always in (
+        (overload, "__call__", False),
+        (packet, "__call__", False),
+        (script_object, "__call__", False),
+        (overload, "redispatch", True),
+        (overload, "decompose", True),
     ):
-        if (code := _code(getattr(ops, owner, None), method)) is not None:
-            _operator_calls.add(code)
-    for owner, method in (("OpOverload", "redispatch"), ("OpOverload", "decompose")):
-        if (code := _code(getattr(ops, owner, None), method)) is not None:
-            _always_unsafe.add(code)
-    # These dispatch in Python when an argument is a fake script object.
-    for owner, method in (("TorchBindOpOverload", "_dispatch_in_python"), (None, "_call_overload_packet_from_python")):
-        if (code := _code(ops if owner is None else getattr(ops, owner, None), method)) is not None:
-            _direct_callees.add(code)
-    return bool(_operator_calls)
+        if (code := _code(owner, method)) is not None:
+            note_unsafe_caller(code, always)
+    # These dispatch in Python, where an argument is a fake script object.
+    for owner, method in ((script_object, "_dispatch_in_python"), (ops, "_call_overload_packet_from_python")):
+        if (code := _code(owner, method)) is not None:
+            note_direct_callee(code)
+    _torch_known = True
+    return True
 
 
 def _code(owner: Any, name: str) -> CodeType | None:

@@ -73,10 +73,9 @@ def dbo_yield(site: str | None = None) -> None:
         StepAborted: the step failed elsewhere, or is being unwound. Let it pass.
     """
     if running:
-        carrier = getcurrent()
+        carrier: Any = getcurrent()
         if carrier.__class__ is Carrier:
-            microbatch: Any = carrier.microbatch
-            microbatch.park(site or _caller_site())
+            carrier.microbatch.park(site or _caller_site())
             return
         microbatch = running.get(get_ident())
         if microbatch is not None:

@@ -125,6 +125,21 @@ def test_registering_and_removing_while_a_step_runs(direct: Any) -> None:
     assert op._op is original
 
 
+def test_an_overload_that_is_added_while_a_step_runs_is_there_afterwards(direct: Any) -> None:
+    torch.library.define("dbo_test::growing", "(Tensor x) -> Tensor")
+    torch.library.impl("dbo_test::growing", "CompositeExplicitAutograd", add_one)
+    direct("dbo_test::growing", add_one)
+
+    def entry() -> None:
+        # Torch gives the packet a new function then, which the gate must not take away again.
+        torch.library.define("dbo_test::growing.by", "(Tensor x, int n) -> Tensor")
+        torch.library.impl("dbo_test::growing.by", "CompositeExplicitAutograd", lambda x, n: x + n)
+
+    Scheduler().run([entry])
+    assert torch.equal(torch.ops.dbo_test.growing(INPUTS[0], 5), INPUTS[0] + 5)
+    assert torch.equal(torch.ops.dbo_test.growing(INPUTS[0]), INPUTS[0] + 1)
+
+
 def test_another_thread_goes_through_the_dispatcher_while_a_step_runs(direct: Any) -> None:
     direct("dbo_test::raw")
     outputs = []

@@ -114,6 +114,7 @@ SCOPES: dict[str, Any] = {
     "autocast cuda off": lambda name, log: torch.autocast("cuda", dtype=torch.bfloat16, enabled=False),
     "dispatch mode": DispatchLog,
     "quiet dispatch mode": QuietDispatchLog,
+    "dispatch mode at work": lambda name, log: at_work(DispatchLog(name, log)),
     "function mode": FunctionLog,
     "function modes off": lambda name, log: torch._C.DisableTorchFunction(),
     "subclasses off": lambda name, log: torch._C.DisableTorchFunctionSubclass(),
@@ -125,6 +126,13 @@ SCOPES: dict[str, Any] = {
     "view replay": lambda name, log: torch.autograd._force_original_view_tracking(True),
     "number": lambda name, log: number_set(number.get() + 1),
 }
+
+
+@contextlib.contextmanager
+def at_work(mode: DispatchLog) -> Iterator[None]:
+    """As while the mode handles a call: on, and off the stack."""
+    with mode, torch_dispatch._pop_mode_temporarily():
+        yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._device as torch_device
 
 from dbo_greenlet import Scheduler, dbo_yield, make_ubatch_contexts, register_direct_op
 from dbo_greenlet.errors import MicrobatchFailed
@@ -194,20 +195,23 @@ def test_a_default_device_set_inside_belongs_to_its_microbatch(inside_operator: 
     def entry(device: str) -> list[str]:
         seen = [torch.empty(1).device.type]
         torch.set_default_device(device)
+        seen.append(str(torch_device.CURRENT_DEVICE))
         if inside_operator:
             # It handles the call of the operator, and is off the mode stack as long as that lasts.
             torch.ops.dbo_test_state.project(X)
         else:
             dbo_yield("set")
+        seen.append(str(torch_device.CURRENT_DEVICE))
         seen += [torch.empty(1).device.type, torch.get_default_device().type]
         dbo_yield("used")
         torch.set_default_device(None)
-        return [*seen, torch.empty(1).device.type]
+        return [*seen, torch.empty(1).device.type, str(torch_device.CURRENT_DEVICE)]
 
     registered = register_direct_op("dbo_test_state::project")
     step = scheduler().run([lambda: entry("meta"), lambda: entry("cpu"), lambda: entry("meta")])
     registered.remove()
-    assert step.outputs == [["cpu", "meta", "meta", "cpu"], ["cpu"] * 4, ["cpu", "meta", "meta", "cpu"]]
+    meta = ["cpu", *["meta"] * 4, "cpu", "None"]
+    assert step.outputs == [meta, ["cpu"] * 6 + ["None"], meta]
 
 
 # -- what a microbatch leaves behind -----------------------------------------------------------------------------------
