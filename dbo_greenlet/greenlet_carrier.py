@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from greenlet import getcurrent, greenlet
 
 from .errors import ForeignSwitchError, SchedulerInternalError, StepAborted, UnsafeYieldError
-from .step import Microbatch, Step, running, traced
+from .step import Microbatch, Step, running, step_over, traced
 
 if TYPE_CHECKING:
     from .scheduler import StepHooks
@@ -35,9 +35,13 @@ _ENDED = object()
 # (yield site, bytes of C stack between the microbatch's entry and the yield) that were found free of C++ frames.
 # Walking the Python frames costs about 0.1 us a frame, too much for every yield of a deep model. A site alone is no
 # key: one yield line may be reached by a plain call first and through an operator later. The C frames are what matters,
-# and their number of bytes, which greenlet knows anyway, tells one path from another.
+# and their number of bytes, which greenlet knows anyway, tells one path from another. (Greenlet counts what the hub's
+# own stack covers. That is all of it where the carrier was started at the hub's depth or above; 0 is never trusted.)
 _safe_paths: set[tuple[str, int]] = set()
 _MAX_SAFE_PATHS = 65536
+
+# Bytes of the hub's own C stack that a switch to a carrier may have to save before the carrier is replaced.
+_MOST_HUB_STACK = 4096
 
 
 def _refuse_to_yield(microbatch: Microbatch) -> Any:
@@ -45,12 +49,14 @@ def _refuse_to_yield(microbatch: Microbatch) -> Any:
 
 
 class GreenletMicrobatch(Microbatch):
-    __slots__ = ("ended", "greenlet", "switch", "to_hub")
+    __slots__ = ("ended", "greenlet", "parked", "stale", "switch", "to_hub")
 
     def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
         super().__init__(index, entry, context)
         self.greenlet: Carrier | None = None
+        self.parked = False  # inside a yield: the only place into which an error may be thrown
         self.ended = False
+        self.stale = False
         self.switch: Callable[[Any], Any] | None = None
         # The way to the hub while the step runs, and a function that refuses once it is being aborted or over: the
         # yield itself then needs no test for either.
@@ -67,7 +73,10 @@ class GreenletMicrobatch(Microbatch):
     def park(self, site: str) -> None:
         """`yield_` for a caller that knows it is on this microbatch's own greenlet."""
         self.site = site
-        if self.to_hub(self) is not _GO:
+        self.parked = True
+        go = self.to_hub(self)
+        self.parked = False
+        if go is not _GO:
             raise ForeignSwitchError(
                 f"microbatch {self.index}, parked at {site!r}, was resumed by a greenlet that is not the hub"
             )
@@ -79,11 +88,16 @@ class GreenletMicrobatch(Microbatch):
         try:
             if self.entry is None:
                 raise SchedulerInternalError("a released microbatch was started")
+            context = self.context
+            if context is not None:
+                context.update_stream(context.compute_stream)
             self.result = self.entry()
             self.run_leftovers()
         except BaseException as error:
             # Everything, KeyboardInterrupt and SystemExit included: the hub decides, after it has unwound the siblings.
             self.error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        hub = self.greenlet.parent if self.greenlet is not None else None
+        self.stale = hub is not None and hub._stack_saved > _MOST_HUB_STACK
         self.ended = True
 
     def release(self) -> None:
@@ -98,15 +112,25 @@ class Carrier(greenlet):  # type: ignore[misc]  # greenlet has no types
     microbatch: GreenletMicrobatch | None = None
 
 
-def _carry(microbatch: GreenletMicrobatch | None) -> None:
-    """The life of a carrier: one microbatch after the other, handed in by the hub of each step.
+def _carry_one(microbatch: GreenletMicrobatch) -> object:
+    """The life of a carrier that is not kept."""
+    microbatch.body()
+    return _ENDED
 
-    Between steps it waits in the last line, where nothing of a step is referenced any more.
+
+def _carry_many(microbatch: GreenletMicrobatch | None) -> None:
+    """The life of a carrier that is kept: one microbatch after the other, handed in by the hub of each step.
+
+    Between steps it waits where nothing of a step is referenced any more. Whatever else comes in there is the result
+    of a greenlet that the model started and that outlived its microbatch; it is handed on, as a dead parent would.
     """
-    while microbatch is not None:
-        microbatch.body()
-        microbatch = None
-        microbatch = getcurrent().parent.switch(_ENDED)
+    while True:
+        if isinstance(microbatch, GreenletMicrobatch):
+            microbatch.body()
+            microbatch = None
+            microbatch = getcurrent().parent.switch(_ENDED)
+        else:
+            microbatch = getcurrent().parent.switch(microbatch)
 
 
 class CarrierPool(threading.local):
@@ -115,21 +139,35 @@ class CarrierPool(threading.local):
     Starting a greenlet costs a map and an unmap of memory for its Python frames, about 10 us together, which is more
     than everything else in the start of a step. An idle carrier references no model, no hook and no tensor; it goes
     with the scheduler or with the thread.
+
+    Only for hubs that are their thread's first greenlet, which is the usual case. A carrier would keep any other hub
+    alive, and could be asked to be its own ancestor's parent.
     """
 
     def __init__(self) -> None:
         self.idle: list[Carrier] = []
 
     def take(self, hub: greenlet, microbatch: GreenletMicrobatch) -> Carrier:
-        carrier = self.idle.pop() if self.idle else Carrier(_carry)
-        carrier.parent = hub
+        if hub.parent is not None:
+            carrier = Carrier(_carry_one, hub)
+        else:
+            while self.idle and self.idle[-1].dead:
+                self.idle.pop()
+            carrier = self.idle.pop() if self.idle else Carrier(_carry_many, hub)
         carrier.microbatch = microbatch
         return carrier
 
-    def give_back(self, carrier: Carrier) -> None:
-        carrier.microbatch = None
-        carrier.gr_context = None
-        self.idle.append(carrier)
+    def give_back(self, microbatch: GreenletMicrobatch) -> None:
+        """Keep the carrier of `microbatch` for another step, if it is fit for one."""
+        carrier = microbatch.greenlet
+        if carrier is None or carrier.dead or carrier.parent.parent is not None:
+            return
+        # Unfit: one that an interrupt or somebody else's switch left in the middle; and one that was started when the
+        # hub was shallower in the C stack than now, because each of its switches copies the difference.
+        if (microbatch.ended and not microbatch.stale) or not microbatch.started:
+            carrier.microbatch = None
+            carrier.gr_context = None
+            self.idle.append(carrier)
 
 
 def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks) -> None:
@@ -139,8 +177,6 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
     """
     hub = getcurrent()
     thread = get_ident()
-    outer = running.get(thread)
-    outer_traced = tuple(traced)
     pool: CarrierPool = hooks.pool
     microbatches: Sequence[Any] = step.microbatches
     for microbatch in microbatches:
@@ -152,19 +188,17 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
     try:
         _loop(step, choose, state, hooks, thread)
     finally:
-        # Nothing to do after a step that succeeded; otherwise also where a KeyboardInterrupt landed in the hub itself.
-        if step.live:
-            _unwind(step, state, thread)
-        if outer is None:
-            running.pop(thread, None)
-        else:
-            running[thread] = outer
-        traced[:] = outer_traced
-        state.finish()
-        for microbatch in microbatches:
-            # One that never started is as good as new. One that somebody else's switch left in the middle is not.
-            if microbatch.ended or not microbatch.started:
-                pool.give_back(microbatch.greenlet)
+        # Each part also where the one before was interrupted.
+        try:
+            if step.live:
+                _unwind(step, state, thread)
+        finally:
+            step_over(thread, step.outer)
+            try:
+                state.finish()
+            finally:
+                for microbatch in microbatches:
+                    pool.give_back(microbatch)
 
 
 def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks, thread: int) -> None:
@@ -191,7 +225,7 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             arrived = resume(microbatch, microbatch.switch, _GO)
         if arrived is microbatch:
             key = (microbatch.site, microbatch.greenlet._stack_saved)
-            if strict or key not in _safe_paths:
+            if strict or key not in _safe_paths or not key[1]:
                 _refuse_unsafe(microbatch, key, state)
         elif microbatch.ended and arrived is _ENDED:
             microbatch.done = True
@@ -236,35 +270,41 @@ def _refuse_unsafe(microbatch: GreenletMicrobatch, key: tuple[str, int], state: 
     )
     # This microbatch is still the only one parked under a C++ frame, so unwinding it at once is last in, first out.
     _throw(microbatch, error, state)
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # or its traceback and this frame keep each other, and the operator's arguments
 
 
 def _unwind(step: Step, state: SwitchState, thread: int) -> None:
-    """Throw `StepAborted` into every parked microbatch; its `finally` and `with` blocks run in its own thread state."""
+    """Throw `StepAborted` into every parked microbatch; its `finally` and `with` blocks run in its own thread state.
+
+    Raises KeyboardInterrupt (or whatever else an asynchronous signal raises) if one came in the middle, after the last
+    microbatch is unwound.
+    """
     step.aborting = True
-    interrupt: BaseException | None = None
+    interrupts: list[BaseException] = []
     microbatches: Sequence[Any] = step.microbatches
     for microbatch in microbatches:
         microbatch.to_hub = _refuse_to_yield
-        microbatch.outstanding.clear()
-        microbatch.inbox.clear()
+        microbatch.drop_receives()
     for microbatch in microbatches:
-        if microbatch.started and not microbatch.ended:
+        # Nothing is thrown into one that never ran, or that an interrupt ended outside its entry.
+        if microbatch.parked and not microbatch.ended and not microbatch.greenlet.dead:
             running[thread] = microbatch
             try:
                 _throw(microbatch, StepAborted(f"a sibling of microbatch {microbatch.index} failed"), state)
             except BaseException as error:
-                # A second Ctrl-C in the middle of the unwinding. The others are unwound first, then it goes on.
-                interrupt = error
-            if not microbatch.ended:
+                interrupts.append(error)
+            if not microbatch.ended and not microbatch.greenlet.dead:
                 # A yield while aborting raises instead of parking, so only somebody else's switch leads here.
                 microbatch.error = ForeignSwitchError(
                     f"microbatch {microbatch.index} did not unwind: its code switched to another greenlet"
                 )
         microbatch.done = True
     step.live = 0
-    if interrupt is not None:
-        raise interrupt
+    if interrupts:
+        raise interrupts.pop(0)
 
 
 def _throw(microbatch: Any, error: BaseException, state: SwitchState) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, ForeignSwitchError
 from .step import running
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ class UBatchContext:
 
     @property
     def recv_hook(self) -> Any:
-        """The receive that the previous microbatch left for this one, None where there is none."""
+        """What runs the oldest receive that the previous microbatch left for this one; None where there is none."""
         microbatch = running.get(threading.get_ident())
         if microbatch is None or microbatch.step is None:
             return None
         inbox = microbatch.step.microbatches[self.id].inbox
-        return inbox[-1].hook if inbox else None
+        return partial(inbox[0].run, microbatch.index) if inbox else None
 
     def update_stream(self, stream: Stream) -> None:
         """Make `stream` current; nothing happens where it is already."""
@@ -84,14 +85,18 @@ class UBatchContext:
             device.set_stream(stream)
 
     def yield_(self, site: str = "yield") -> None:
-        """Yield; returns on the stream it was called on."""
-        running[threading.get_ident()].yield_(site)
+        """Yield; returns on the stream it was called on.
+
+        Raises:
+            ForeignSwitchError: this thread runs no microbatch.
+        """
+        _yield(self, site)
 
     def yield_and_switch_from_compute_to_comm(self, site: str = "yield") -> None:
         device = self.device
         self.update_stream(self.compute_stream)
         device.record(self.gpu_compute_done_event, self.compute_stream)
-        running[threading.get_ident()].yield_(site)
+        _yield(self, site)
         self.update_stream(self.comm_stream)
         device.wait(self.comm_stream, self.gpu_compute_done_event)
 
@@ -99,7 +104,7 @@ class UBatchContext:
         device = self.device
         self.update_stream(self.comm_stream)
         device.record(self.gpu_comm_done_event, self.comm_stream)
-        running[threading.get_ident()].yield_(site)
+        _yield(self, site)
         self.update_stream(self.compute_stream)
         device.wait(self.compute_stream, self.gpu_comm_done_event)
 
@@ -121,6 +126,16 @@ class UBatchContext:
 
     def __repr__(self) -> str:
         return f"UBatchContext(id={self.id}, device={self.device.name})"
+
+
+def _yield(context: UBatchContext, site: str) -> None:
+    microbatch = running.get(threading.get_ident())
+    if microbatch is None:
+        raise ForeignSwitchError(
+            f"the context of microbatch {context.id} was asked to yield at {site!r} by a thread that runs none; "
+            "only dbo_yield and its kin may be called outside a step"
+        )
+    microbatch.yield_(site)
 
 
 def make_ubatch_contexts(

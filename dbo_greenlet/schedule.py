@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import ScheduleDecodeError
@@ -49,7 +48,10 @@ class Schedule:
 
     @property
     def hash(self) -> str:
-        """Sixteen hex characters (BLAKE2b) over N, the decisions and the sites."""
+        """Sixteen hex characters (BLAKE2b) over N, the decisions and the sites.
+
+        A schedule decoded from its string form has no sites, and so another hash than the one it was encoded from.
+        """
         digest = hashlib.blake2b(digest_size=8)
         digest.update(f"{self.count}|{','.join(map(str, self.decisions))}|".encode())
         digest.update("\x00".join(self.sites).encode())
@@ -95,16 +97,6 @@ class Schedule:
 
     def __len__(self) -> int:
         return len(self.decisions)
-
-
-def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
-    """Index of the first element at which two sequences part (also by length), None if they are equal."""
-    for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            return position
-    if len(ours) != len(theirs):
-        return min(len(ours), len(theirs))
-    return None
 
 
 def _check(body: str) -> str:

@@ -23,6 +23,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import greenlet_carrier, thread_carrier
@@ -38,7 +39,7 @@ from .errors import (
 )
 from .policy import Policy, RoundRobin
 from .schedule import MAX_MICROBATCHES, Schedule
-from .step import Microbatch, Step
+from .step import Microbatch, Step, running, step_over
 from .switch_state import PlainSwitchState, SwitchState
 
 __all__ = ["CARRIERS", "Scheduler", "StepResult"]
@@ -120,8 +121,8 @@ class Scheduler:
             `before_slice(microbatch)`, `after_slice(microbatch)`, `recv_registered(microbatch)`,
             `recv_ran(owner, by)`.
 
-    A scheduler has no state of its own between steps: it may run steps in several threads at once, and a microbatch may
-    run a step inside a step.
+    Between steps a scheduler keeps nothing but idle greenlets, per thread: it may run steps in several threads at once,
+    and a microbatch may run a step inside a step.
 
     Raises:
         ConfigurationError: a setting that cannot work.
@@ -176,6 +177,8 @@ class Scheduler:
             getattr(self.policy, "name", type(self.policy).__name__),
             self.strict,
         )
+        thread = get_ident()
+        step.outer = running.get(thread)
         hooks = StepHooks(self.instruments, self._pool)
         if hooks.instruments:
             if registered := hooks.listeners("recv_registered"):
@@ -191,11 +194,17 @@ class Scheduler:
             )
         except BaseException as raised:
             error = raised
+            # What a step inside a microbatch found names that step's microbatches: the outer one wraps it like any
+            # other error.
+            if isinstance(raised, _OURS):
+                raised._left_a_step = True  # type: ignore[union-attr]
             raise
         finally:
             if hooks.instruments:
                 hooks.notify(hooks.listeners("after_step"), step, error)
             error = None
+            # The carrier has done this; a Ctrl-C may have come in just there.
+            step_over(thread, step.outer)
             step.release()
 
     def _run(self, step: Step, run_step: Callable[..., None], hooks: StepHooks, device: Device | None) -> None:
@@ -260,7 +269,9 @@ def _what_to_raise(step: Step, failed: Microbatch, secondary: list[tuple[int, Ba
     cause = failed.error
     if cause is None:
         return SchedulerInternalError(f"microbatch {failed.index} failed without an error")
-    if isinstance(cause, _OURS) or not isinstance(cause, Exception):
+    if not isinstance(cause, Exception):
+        return cause
+    if isinstance(cause, _OURS) and not hasattr(cause, "_left_a_step"):
         return cause
     failure = MicrobatchFailed(failed.index, step.count, failed.slice_number, failed.site)
     failure.secondary.extend(secondary)
@@ -268,4 +279,4 @@ def _what_to_raise(step: Step, failed: Microbatch, secondary: list[tuple[int, Ba
 
 
 def _strict_from_environment() -> bool:
-    return os.environ.get("DBO_GREENLET_STRICT", "") not in ("", "0")
+    return os.environ.get("DBO_GREENLET_STRICT", "").lower() in ("1", "true", "yes", "on")

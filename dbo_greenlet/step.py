@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .errors import PolicyError, ReceiveHookError, ScheduleDivergence
+from .errors import ForeignSwitchError, PolicyError, ReceiveHookError, ScheduleDivergence
 
 __all__ = ["TRANSITIONS", "Microbatch", "Receive", "State", "Step"]
 
@@ -56,34 +56,50 @@ running: dict[int, Microbatch] = {}
 traced: list[Any] = [False, 0]
 
 
+def step_over(thread: int, outer: Microbatch | None) -> None:
+    """Put both tables back when a step on `thread` is over; `outer` is the microbatch that ran it, if one did."""
+    if outer is None:
+        running.pop(thread, None)
+        # Another thread may still be in a step of its own; its hub says who runs at its next switch.
+        traced[0], traced[1] = bool(running), 0
+    else:
+        running[thread] = outer
+        traced[0], traced[1] = True, outer.index
+
+
 class Receive:
     """A receive hook on its way: registered by its owner, run exactly once by whoever comes first."""
 
-    __slots__ = ("hook", "owner", "site")
+    __slots__ = ("hook", "owner", "running", "site")
 
     def __init__(self, owner: Microbatch, hook: Callable[[], Any]) -> None:
         self.owner = owner
         self.hook: Callable[[], Any] | None = hook
+        self.running = False
         self.site = owner.site
 
     def run(self, by: int | None) -> None:
         """Run the hook if nobody did; `by` is the microbatch that runs it, None for the hub.
 
         Raises:
-            ReceiveHookError: the hook raised; it is not run again.
+            ReceiveHookError: the hook raised, or is still running because it yielded; it is not run again.
         """
+        owner = self.owner
+        if self.running:
+            raise ReceiveHookError(owner.index, by, self.site) from ForeignSwitchError("a receive hook must not yield")
         hook, self.hook = self.hook, None
         if hook is None:
             return
-        owner = self.owner
-        owner.outstanding.remove(self)
-        successor = owner.successor
-        if successor is not None and self in successor.inbox:
-            successor.inbox.remove(self)
+        self.running = True
         try:
             hook()
         except Exception as error:
-            raise ReceiveHookError(owner.index, by, owner.site) from error
+            raise ReceiveHookError(owner.index, by, self.site) from error
+        self.running = False
+        # Only now: a receive is outstanding until it is complete. Lists that a failing step has emptied stay empty.
+        for waiting in (owner.outstanding, owner.successor.inbox if owner.successor is not None else ()):
+            if self in waiting:
+                waiting.remove(self)  # type: ignore[union-attr]  # nothing is in ()
         step = owner.step
         if step is not None and step.on_receive:
             step.on_receive(owner, by)
@@ -134,9 +150,9 @@ class Microbatch:
     @property
     def state(self) -> State:
         if self.done:
-            if self.error is None:
-                return State.RETURNED
-            return State.ABORTED if self.step is not None and self.step.failed_index != self.index else State.FAILED
+            if self.step is not None and self.step.failed_index == self.index:
+                return State.FAILED
+            return State.RETURNED if self.started and self.error is None else State.ABORTED
         if not self.started:
             return State.WAITING
         return State.RUNNING if running.get(threading.get_ident()) is self else State.PARKED
@@ -185,12 +201,16 @@ class Microbatch:
         if self.outstanding and (self.successor is None or self.successor is self or self.successor.done):
             self.run_outstanding()
 
+    def drop_receives(self) -> None:
+        """Forget what is still to be received: the step fails."""
+        self.outstanding.clear()
+        self.inbox.clear()
+
     def release(self) -> None:
         """Cut every reference that would keep the model's tensors, hooks or siblings alive after the step."""
         self.entry = self.context = self.step = self.successor = None
         self.saved_state = self.result = self.error = None
-        self.outstanding.clear()
-        self.inbox.clear()
+        self.drop_receives()
 
 
 class Step:
@@ -212,6 +232,8 @@ class Step:
         self.live = self.count
         self.aborting = False
         self.failed_index: int | None = None
+        # The microbatch that runs this step inside its own, None for a step that is in no other.
+        self.outer: Microbatch | None = None
         self.on_receive: Callable[[Microbatch, int | None], None] | None = None
         self.on_register: Callable[[Microbatch], None] | None = None
         # Strict mode: the sites in the order in which the furthest microbatch passed them, and who that was.
@@ -306,7 +328,7 @@ class Step:
 
     def release(self) -> None:
         """Break the reference cycles of the step so that everything in it goes when the caller's frame does."""
-        self.on_receive = self.on_register = None
+        self.on_receive = self.on_register = self.outer = None
         for microbatch in self.microbatches:
             microbatch.release()
 

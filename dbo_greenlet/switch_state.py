@@ -6,6 +6,7 @@ is in `thread_state`; what is here needs no torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,5 +82,9 @@ class PlainSwitchState:
         """The thread ends, and its current stream with it."""
 
     def unsafe_call(self, frame: FrameType | None) -> str | None:
-        """No torch, no operator to yield under."""
-        return None
+        """Also a program that wants no state kept apart may yield under an operator; without torch there is none."""
+        if "torch" not in sys.modules:
+            return None
+        from .unsafe_calls import find_unsafe_call
+
+        return find_unsafe_call(frame)

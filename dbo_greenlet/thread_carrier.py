@@ -6,8 +6,11 @@ hub thread first would double the hand-offs, and this carrier is the baseline th
 must be as good as the design allows.
 
 The hand-off is a `threading.Event` per microbatch: set the next one's, wait for one's own, clear it. That is what is
-meant by "stock threads" in every table. A bare lock used as a binary semaphore is about twice as quick; it is what
-`hand_off="lock"` takes, so that a benchmark can show both.
+meant by "stock threads" in every table. A bare lock used as a binary semaphore is about twice as quick:
+`LockThreadMicrobatch`, for benchmarks that show both.
+
+Each thread has torch's thread state to itself, so nothing is saved and restored here. Ambient state that is registered
+(`register_ambient_state`) is therefore shared by the microbatches of this carrier, unless it is per thread itself.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .errors import SchedulerInternalError, StepAborted
-from .step import Microbatch, Step, running, traced
+from .step import Microbatch, Step, running, step_over, traced
 
 if TYPE_CHECKING:
     from .scheduler import StepHooks
@@ -87,7 +90,9 @@ class Baton:
                 self.hooks.notify(self.hooks.after_slice, microbatch)
             return self.pass_on() if self.step.live else None
         except BaseException as error:
-            self.fault = error
+            self.step.aborting = True
+            if self.fault is None:
+                self.fault = error
             raise StepAborted("the scheduler failed") from None
 
     def pass_on(self) -> Any:
@@ -190,32 +195,48 @@ class LockThreadMicrobatch(ThreadMicrobatch):
 def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks) -> None:
     """Run the microbatches of `step` on one thread each, until all returned or one failed (`step.failed_index`).
 
-    All threads have ended when this returns or raises.
+    All threads have ended when this returns or raises. A first Ctrl-C waits until the microbatch that runs reaches its
+    next yield; a second one gives up on it, and leaves its (daemon) thread behind.
     """
     microbatches: Sequence[Any] = step.microbatches
     baton = Baton(step, choose, state, hooks)
     state.start()
-    outer_traced = tuple(traced)
+    interrupt: BaseException | None = None
     try:
-        for microbatch in microbatches:
-            microbatch.baton = baton
-            microbatch.thread = threading.Thread(
-                target=hooks.copy_context().run,
-                args=(microbatch.body,),
-                name=f"dbo_greenlet microbatch {microbatch.index}",
-                daemon=True,
-            )
-            microbatch.thread.start()
-        baton.pass_on().signal.wake()
-        baton.over.wait()
+        try:
+            for microbatch in microbatches:
+                microbatch.baton = baton
+                microbatch.thread = threading.Thread(
+                    target=hooks.copy_context().run,
+                    args=(microbatch.body,),
+                    name=f"dbo_greenlet microbatch {microbatch.index}",
+                    daemon=True,
+                )
+                microbatch.thread.start()
+            baton.pass_on().signal.wake()
+            baton.over.wait()
+        except KeyboardInterrupt as error:
+            interrupt = error
+            step.aborting = True
+            if any(microbatch.started for microbatch in microbatches):
+                baton.over.wait()
     finally:
-        # Also on KeyboardInterrupt here: the one that runs meets `aborting` at its next yield, the parked ones now.
+        # One at a time, as everything else: the one that ran has ended, the parked ones unwind now.
         step.aborting = True
-        for microbatch in microbatches:
-            if microbatch.thread is not None and microbatch.thread.ident is not None:
-                microbatch.signal.wake()
-                microbatch.thread.join()
-        traced[:] = outer_traced
-        state.finish()
-    if baton.fault is not None:
-        raise baton.fault
+        try:
+            for microbatch in microbatches:
+                microbatch.drop_receives()
+            for microbatch in microbatches:
+                if microbatch.thread is not None and microbatch.thread.ident is not None:
+                    microbatch.signal.wake()
+                    microbatch.thread.join()
+                microbatch.done = True
+        finally:
+            step_over(get_ident(), step.outer)
+            state.finish()
+    fault, baton.fault = baton.fault or interrupt, None
+    if fault is not None:
+        try:
+            raise fault
+        finally:
+            del fault, interrupt  # or the error's traceback and this frame keep each other

@@ -84,8 +84,12 @@ def describe(step: Step, thread: int, seconds: float) -> str:
 def _who_runs(step: Step, frames: dict[int, FrameType], caller: int) -> tuple[Microbatch | None, FrameType | None]:
     """The microbatch whose own code is on a CPU now, with the frame it is in; (None, hub's frame) if it is the hub."""
     for thread, microbatch in tuple(running.items()):
-        if microbatch.step is step and not microbatch.done and _in_model_code(frames.get(thread)):
-            return microbatch, frames[thread]
+        # A step inside a microbatch has microbatches of its own in the table: outward to the one of this step.
+        ours: Microbatch | None = microbatch
+        while ours is not None and ours.step is not step:
+            ours = ours.step.outer if ours.step is not None else None
+        if ours is not None and not ours.done and _in_model_code(frames.get(thread)):
+            return ours, frames[thread]
     return None, frames.get(caller)
 
 

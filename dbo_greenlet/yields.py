@@ -75,7 +75,8 @@ def dbo_yield(site: str | None = None) -> None:
     if running:
         carrier: Any = getcurrent()
         if carrier.__class__ is Carrier:
-            carrier.microbatch.park(site or _caller_site())
+            microbatch: Any = carrier.microbatch
+            microbatch.park(site or _caller_site())
             return
         microbatch = running.get(get_ident())
         if microbatch is not None:

@@ -192,8 +192,10 @@ def test_contexts_that_cannot_be(arguments: dict[str, Any], message: str) -> Non
 def test_recv_hook_shows_what_the_sibling_left() -> None:
     contexts = make_ubatch_contexts(2)
 
+    ran: list[str] = []
+
     def hook() -> None:
-        pass
+        ran.append("hook")
 
     from dbo_greenlet import dbo_maybe_run_recv_hook, dbo_register_recv_hook
 
@@ -202,13 +204,14 @@ def test_recv_hook_shows_what_the_sibling_left() -> None:
         dbo_yield("a")
 
     def second() -> list[Any]:
-        seen = [contexts[1].recv_hook]
-        dbo_maybe_run_recv_hook()
+        contexts[1].recv_hook()
+        dbo_maybe_run_recv_hook()  # runs it no second time
+        seen = [list(ran)]
         seen.append(contexts[1].recv_hook)
         dbo_yield("a")
         return seen
 
-    assert Scheduler().run([first, second], contexts).outputs[1] == [hook, None]
+    assert Scheduler().run([first, second], contexts).outputs[1] == [["hook"], None]
     assert contexts[0].recv_hook is None
     assert running == {}
 

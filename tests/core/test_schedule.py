@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_greenlet.errors import ScheduleDecodeError
-from dbo_greenlet.schedule import Schedule, first_difference
+from dbo_greenlet.schedule import Schedule
 
 
 @st.composite
@@ -71,8 +71,3 @@ def test_the_hash_sees_decisions_sites_and_count() -> None:
 
 def test_yields_are_slices_less_the_returning_one() -> None:
     assert Schedule(3, (0, 1, 2, 0, 2, 2)).yields == (1, 0, 2)
-
-
-@pytest.mark.parametrize(("a", "b", "where"), [("abc", "abc", None), ("abc", "abd", 2), ("ab", "abc", 2), ("", "a", 0)])
-def test_first_difference(a: str, b: str, where: int | None) -> None:
-    assert first_difference(a, b) == where
