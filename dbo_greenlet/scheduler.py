@@ -1,6 +1,6 @@
 """The scheduler: runs N microbatches to completion, one at a time, and says in which order it did.
 
-The laws it keeps are numbered in the documentation of the package:
+It keeps these laws; comments elsewhere name them by number:
 
 1. One thread, one parent.                            `greenlet_carrier`
 2. No switch under a C++ frame.                       `greenlet_carrier._refuse_unsafe`, `direct_ops`

@@ -84,6 +84,8 @@ _read_dispatch_flags: Any = itemgetter(*_DISPATCH_FLAGS, "__name__")  # the name
 _dispatch_globals = vars(torch_dispatch)
 _set_ignore_flag = getattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
 
+_ABSENT = object()
+
 # Positions in an observation.
 _INCLUDE, _EXCLUDE, _INFERENCE, _DISPATCH, _DISPATCH_ON, _GRAD, _FORWARD_GRAD, _MULTITHREADING, _VIEW_REPLAY = range(9)
 _FUNCTION, _FUNCTION_ON, _FUNCTION_OFF, _DEVICE, _NESTING, _CACHE, _CPU_DTYPE, _CALLBACK = range(9, 17)
@@ -140,14 +142,12 @@ class Values:
         self.cuda_dtype = _autocast_dtype("cuda")
         self.dispatch_modes: tuple[Any, ...] = ()
         self.function_modes: tuple[Any, ...] = ()
-        self.device_context: Any = None
+        # torch.set_default_device: a function mode at the bottom of the stack, and two variables.
+        self.device_context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", _ABSENT)
         if seen[_DISPATCH]:
             self.dispatch_modes = tuple(_dispatch_at(i) for i in range(_dispatch_depth()))
         if seen[_FUNCTION]:
             self.function_modes = tuple(_function_at(i) for i in range(_function_depth()))
-        if seen[_FUNCTION] or seen[_DEVICE] is not None:
-            # torch.set_default_device: a function mode at the bottom of the stack, and two variables.
-            self.device_context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
     def put_dispatch_modes(self, seen: Observation) -> None:
         if seen[_DISPATCHES] == self.seen[_DISPATCHES]:
@@ -172,8 +172,11 @@ class Values:
             for mode in self.function_modes:
                 _push_function(mode)
         torch_device.CURRENT_DEVICE = self.seen[_DEVICE]
-        if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not self.device_context:
+        if self.device_context is not _ABSENT:
             torch._GLOBAL_DEVICE_CONTEXT.device_context = self.device_context
+        elif hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+            # Some versions take None there for a device.
+            del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
     def put_function_state(self) -> None:
         if self.seen[_FUNCTION_ON]:

@@ -5,8 +5,8 @@
 One process; the carriers take turns within each round and the medians over the rounds are printed, so that a machine
 that gets slower or faster in between treats all alike. "stock" threads run where the operating system puts them,
 "pinned" ones on one core: a lock hand-off between two cores costs far more than one on a single core, and a fair
-comparison shows both. In the rows "greenlets" every component of torch's thread state is compared at each yield; threads
-have it to themselves and compare nothing.
+comparison shows both. In the rows "greenlets" every component of torch's thread state is compared at each yield;
+threads have it to themselves and compare nothing.
 
 Where vLLM is installed, its own `UBatchContext` is timed beside our thread carrier, on a stand-in for the stream that
 costs nothing, because our thread carrier is the baseline that everything else is compared with.

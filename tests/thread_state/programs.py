@@ -95,7 +95,10 @@ def snapshot() -> dict[str, Any]:
         "in a dispatch mode": [torch_dispatch.is_in_torch_dispatch_mode(infra) for infra in (True, False)],
         "function modes": [id(torch._C._get_function_stack_at(i)) for i in range(torch._C._len_torch_function_stack())],
         "function state": torch._C._get_torch_function_state(),
-        "default device": (torch_device.CURRENT_DEVICE, torch.get_default_device()),
+        "default device": (
+            torch_device.CURRENT_DEVICE,
+            getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        ),
         "frame callback": torch._C._dynamo.eval_frame.get_eval_frame_callback(),
         "stream": STREAMS.current_stream().name,
     }

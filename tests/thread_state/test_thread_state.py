@@ -302,7 +302,9 @@ def test_an_interrupt_in_the_middle_of_a_switch_is_repaired_by_finish(monkeypatc
     from dbo_greenlet import torch_state
 
     names = [
-        name for name in vars(torch_state) if name.startswith(("_set_", "_push_", "_pop_")) or name.endswith("Guard")
+        name
+        for name, value in vars(torch_state).items()
+        if callable(value) and (name.startswith(("_set_", "_push_", "_pop_")) or name.endswith("Guard"))
     ]
     before = snapshot()
 
