@@ -13,6 +13,7 @@ its next vote: whoever repeats a failed step must compare step numbers first.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,8 @@ _BLAME = ("gone", "silent", "busy")
 # How often the host looks while it waits for a GPU, and a replacement rank for its place.
 _GPU_POLL_SECONDS = 50e-6
 _STORE_POLL_SECONDS = 0.05
+# Beyond any use, and within what the store and the process groups can count in milliseconds.
+_LONGEST_TIMEOUT = 1e6
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
@@ -54,6 +57,11 @@ def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
     rank 0 is lost with it. It lives as long as the returned object.
     """
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+
+
+def _check_timeout(timeout: float) -> None:
+    if not (math.isfinite(timeout) and 0 < timeout <= _LONGEST_TIMEOUT):
+        raise ConfigurationError(f"timeout = {timeout} s; it must be positive and at most {_LONGEST_TIMEOUT:.0f} s")
 
 
 class Collective:
@@ -106,8 +114,7 @@ class RankGroup:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank = {rank} of world_size = {world_size}; it must be 0 to {world_size - 1}")
-        if timeout <= 0:
-            raise ConfigurationError(f"timeout = {timeout} s; it must be positive")
+        _check_timeout(timeout)
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ConfigurationError(f"device = {device!s}; it must be cpu or a CUDA device")
@@ -141,6 +148,7 @@ class RankGroup:
 
         Raises `ConfigurationError` if no store answers there within the timeout.
         """
+        _check_timeout(timeout)
         wait = timedelta(seconds=timeout)
         try:
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
@@ -154,6 +162,7 @@ class RankGroup:
 
         Raises `ConfigurationError` if one of them is missing or nobody hosts the store.
         """
+        _check_timeout(timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         except (ValueError, RuntimeError) as error:

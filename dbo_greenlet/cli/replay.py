@@ -21,7 +21,7 @@ def replay(
 ) -> int:
     """Run a recorded job again by its recorded decisions, and say whether each of them was met.
 
-    Exit code 1 where a decision, or on an equal torch and processor an output, was not met.
+    Exit code 1 where a decision, or on an equal torch and processor an output or a token, was not met.
 
     Example: dbo-greenlet replay trace.jsonl
     """

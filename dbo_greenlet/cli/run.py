@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import ConfigurationError
 from ..job.requests import PACKAGED_PROMPTS
 from ..job.spec import PACKAGED_MODEL, Settings
 
@@ -20,10 +21,14 @@ _DEFAULT = Settings()
 
 def run(
     prompts: Annotated[
-        Path, typer.Option(help='JSON Lines, {"prompt": ...} a line; also "answer", "arrival" (a step), "id".')
+        Path,
+        typer.Option(
+            help='JSON Lines, {"prompt": ...} a line; also "answer", "arrival" (a step), "id".', show_default="packaged"
+        ),
     ] = PACKAGED_PROMPTS,
     model: Annotated[
-        Path, typer.Option(envvar="DBO_GREENLET_MODEL", help="Folder of a DeepSeek-V2 checkpoint.")
+        Path,
+        typer.Option(envvar="DBO_GREENLET_MODEL", help="Folder of a DeepSeek-V2 checkpoint.", show_default="packaged"),
     ] = PACKAGED_MODEL,
     limit: Annotated[int | None, typer.Option(min=1, help="Take the first N prompts only.")] = None,
     max_new_tokens: Annotated[
@@ -93,6 +98,7 @@ def run(
         rank_timeout=rank_timeout,
     )
     settings.check()
+    _check_trace(trace, prompts)
 
     from ..job.launch import run_job
     from ..job.report import findings, make_report, render_report
@@ -112,3 +118,10 @@ def run(
     for sentence in found:
         print(sentence, file=sys.stderr)
     return 1 if found else 0
+
+
+def _check_trace(trace: Path | None, prompts: Path) -> None:
+    if trace is not None and trace.exists() and prompts.exists() and os.path.samefile(trace, prompts):
+        raise ConfigurationError(
+            f"--trace is {trace}, which is the prompt file and would be overwritten; give the trace another name"
+        )

@@ -46,4 +46,7 @@ def show(
     if lanes:
         print()
         print(render_lanes(found, layers=wanted, width=width))
+    if trace.torn:
+        print()
+        print(f"The last line of {file} is torn and was left out: the run is writing it right now, or died there.")
     return 0

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from ..batching import StepInput, idle_step
+from .spec import CLOSE_CALL
 
-__all__ = ["CLOSE_CALL", "NOT_SAMPLED", "Batch", "Engine", "RequestState", "Sample", "pick"]
+__all__ = ["NOT_SAMPLED", "Batch", "Engine", "RequestState", "Sample", "pick"]
 
-# Where the two best logits are closer than this, rounding may decide between them.
-CLOSE_CALL = 1e-3
 NOT_SAMPLED = -1
 
 
@@ -91,7 +90,8 @@ class Engine:
         sequences: all of them, in the order in which they are served where arrivals are equal.
         rows: KV cache rows: how many run at once.
         row_length: tokens a row holds.
-        token_budget: most tokens of one step; decodes count, and always fit.
+        token_budget: most tokens of one step. Decodes count, but none is ever put off: it is to be at least `rows`
+            (`Settings.check` refuses less).
         max_new_tokens: most tokens to generate for a request.
         eos_ids: ids that end an answer.
         device: of the step's tensors.
@@ -112,7 +112,7 @@ class Engine:
         self._running: list[RequestState] = []
         self._free_rows = list(range(rows - 1, -1, -1))
         self._row_length = row_length
-        self._token_budget = max(token_budget, rows)
+        self._token_budget = token_budget
         self._max_new_tokens = max_new_tokens
         self._eos_ids = frozenset(eos_ids)
         self._device = device

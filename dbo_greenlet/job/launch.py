@@ -30,10 +30,10 @@ from pathlib import Path
 from .. import errors
 from ..errors import ConfigurationError, DboError, RankFailedError
 from ..trace.schema import EndRecord, StepRecord, to_json
-from ..trace.writer import TraceWriter
 from .messages import Failed, Finished, Lines, Message, PassDone, Serving, StepDone
 from .process import rank_main
 from .spec import JobSpec
+from .trace_file import TraceFile
 
 __all__ = ["JobResult", "run_job"]
 
@@ -100,8 +100,8 @@ def run_job(
 
     Args:
         spec: the job.
-        trace: file to write the trace to. What keeps it from being written does not stop the job: see
-            `JobResult.trace_problem`.
+        trace: file to write the trace to, opened when all ranks have started. What keeps it from being written does
+            not stop the job: see `JobResult.trace_problem`.
         follow: called with (rank, message) for everything a rank says.
         specs: one per rank, where they are to differ.
         rank_main: what the process of a rank runs; its messages are those of `process.rank_main`.
@@ -110,11 +110,14 @@ def run_job(
         RankFailedError: a rank failed or died; it names the rank, and all others are stopped.
         CheckpointError, PromptFileError, ConfigurationError, RanksDisagreeError: found by the ranks when they started.
         ReplayMismatch: a replay met another decision than the recorded one.
-        KeyboardInterrupt: Ctrl-C; the ranks are stopped and the trace is complete up to there.
+        KeyboardInterrupt: Ctrl-C; the ranks are stopped and the trace is complete up to there. The same holds for
+            whatever else a signal handler of the caller raises.
+
+    The `__cause__` of an error that a rank had is `RankTraceback`.
     """
     _require_modules()
     result = JobResult(spec)
-    writer = None if trace is None else TraceWriter(trace)
+    writer = None if trace is None else TraceFile(trace)
     with tempfile.TemporaryDirectory(prefix="dbo-greenlet-") as folder:
         job = _Job(specs or [spec] * spec.settings.ranks, rank_main, Path(folder), writer)
         try:
@@ -150,7 +153,7 @@ class _Process:
 
 class _Job:
     def __init__(
-        self, specs: Sequence[JobSpec], main: Callable[..., None], folder: Path, writer: TraceWriter | None
+        self, specs: Sequence[JobSpec], main: Callable[..., None], folder: Path, writer: TraceFile | None
     ) -> None:
         self._specs = specs
         self._main = main
@@ -232,6 +235,9 @@ class _Job:
         if self._writer is None:
             return
         self._write_complete()
+        if not self._writer.opened:
+            # Some rank never started: there is no run to tell of, and maybe an earlier one in the file.
+            return
         for rank, each in enumerate(self._ranks):
             # A rank that said nothing at all has no header; an end record of its own would be all there is of it.
             last_words = each.last_words or (to_json(EndRecord(False, rank, error)) + "\n").encode("ascii")
@@ -249,6 +255,12 @@ class _Job:
                 return RankFailedError(rank, None, f"its process {_cause_of_death(each)} {each.last}")
         told = [(rank, each.failure) for rank, each in dead if each.failure is not None]
         rank, failure = next((found for found in told if found[1].blamed == found[0]), told[0])
+        error = self._error_of(rank, failure)
+        error.__cause__ = RankTraceback(rank, failure.traceback)
+        return error
+
+    @staticmethod
+    def _error_of(rank: int, failure: Failed) -> DboError:
         if failure.kind in _TOLD_AS_THEY_ARE:
             error: DboError = getattr(errors, failure.kind)(failure.text)
             return error
@@ -272,6 +284,18 @@ class _Job:
                     each.process.kill()
                     each.process.join()
             each.connection.close()
+
+
+class RankTraceback(Exception):
+    """Where in its own process a rank raised: the traceback that it printed, as text."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)
+        self.rank = rank
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"in the process of rank {self.rank}:\n{self.text.rstrip()}"
 
 
 # What a rank finds when it starts is no failure of that rank: all of them find it, and the message says it all.

@@ -61,7 +61,7 @@ class Failed:
     """The rank stops. `blamed` is the rank that failed: itself, or the one it heard of.
 
     `kind` is the class of the error, `text` its message; `run` and `step` say where, -1 before the first step. `lines`
-    are the rank's last trace lines.
+    are the rank's last trace lines, `traceback` is the traceback as Python prints it.
     """
 
     blamed: int
@@ -71,6 +71,7 @@ class Failed:
     run: str = ""
     step: int = -1
     lines: bytes = b""
+    traceback: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

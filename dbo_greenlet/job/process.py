@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["rank_main"]
 
-TRACEBACK_VARIABLE = "DBO_GREENLET_TRACEBACK"
-
 
 def rank_main(spec: JobSpec, rank: int, connection: Connection, output: str) -> None:
     """Run rank `rank` of the job; messages go to `connection`, what libraries print to the file `output`."""
@@ -57,8 +55,12 @@ def rank_main(spec: JobSpec, rank: int, connection: Connection, output: str) -> 
 
 def _meet(spec: JobSpec, rank: int, connection: Connection) -> RankGroup | None:
     """Connect to the other ranks. Rank 0 serves the store on a free port and the parent passes the port on."""
+    from .worker import open_device
+
     settings = spec.settings
-    if settings.ranks == 1:
+    # First: a process group on a device that is not there fails too, with words that nobody understands.
+    open_device(settings.device, rank)
+    if settings.ranks == 1 and settings.all2all != "torch":
         return None
     from ..ranks import RankGroup, serve_store
 
@@ -72,18 +74,20 @@ def _meet(spec: JobSpec, rank: int, connection: Connection) -> RankGroup | None:
 
 
 def _report(connection: Connection, rank: int, worker: Any, error: BaseException) -> None:
-    if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
-        traceback.print_exception(error)
     blamed, microbatch = rank, getattr(error, "index", None)
     if isinstance(error, RankFailedError):
         blamed, microbatch = error.rank, error.microbatch
     text = str(error) if isinstance(error, DboError) else f"{type(error).__name__}: {error}".rstrip(": ")
     run, step = (worker.run_name, worker.step) if worker is not None else ("", -1)
     lines = worker.last_words(error) if worker is not None else b""
-    message: Message = Failed(blamed, microbatch, type(error).__name__, text, run, step, lines)
+    message: Message = Failed(blamed, microbatch, type(error).__name__, text, run, step, lines, _formatted(error))
     # A parent that is gone cannot be told.
     with contextlib.suppress(OSError):
         connection.send(message)
+
+
+def _formatted(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
 def _redirect_output(output: str) -> None:
@@ -91,9 +95,6 @@ def _redirect_output(output: str) -> None:
 
     The command's own output stays readable by a program that way; the file is quoted if the rank dies without a word.
     """
-    if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
-        os.dup2(2, 1)
-        return
     try:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError:

@@ -11,7 +11,8 @@ elsewhere they are "not comparable".
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from .spec import PACKAGED_MODEL, RUN_OF_CARRIER, JobSpec, Pass, RecordedStep, S
 
 __all__ = ["ReplayPlan", "ReplayReport", "plan_replay", "replay"]
 
+NOT_SAMPLED = -1  # as in `engine`, which needs torch: a request in whose prefill no token was sampled yet
 SHOWN = 5  # differences of a kind that are written out
 
 
@@ -74,14 +76,15 @@ class ReplayReport:
     @property
     def met(self) -> bool:
         """Whether every decision was met and, where that can be judged, every checksum and token."""
-        return not self.decisions and not self.not_reached and (bool(self.not_comparable) or not self.outputs)
+        differ = bool(self.outputs or self.tokens) and not self.not_comparable
+        return not (self.decisions or self.not_reached or differ)
 
     def as_json(self) -> dict[str, Any]:
         return {"met": self.met, **dataclasses.asdict(self)}
 
     def render(self) -> str:
         """The report for people."""
-        lines = [f"Replay of {self.path}: run {self.run!r}, {self.steps} steps on {self.ranks} rank(s)."]
+        lines = [f"Replay of {self.path}: run {self.run}, {self.steps} steps on {self.ranks} rank(s)."]
         lines += _verdict("Decisions", self.decisions, "met on every rank and step")
         if self.not_reached:
             lines.append(f"  {self.not_reached} steps were not reached.")
@@ -109,7 +112,8 @@ def plan_replay(path: str | Path, *, model: str | Path | None = None, run: str |
         run: "dbo", "thread" or "unsplit"; default: the run with the recorded carrier.
 
     Raises:
-        TraceFileError: not a trace of `dbo-greenlet run`, or without the steps that are asked for.
+        TraceFileError: not a trace of `dbo-greenlet run`, without the steps that are asked for, or with a prompt, an
+            arrival, a sampled token or a model path that no run writes.
         ScheduleDecodeError: a schedule in it is mistyped.
     """
     trace = read_trace(path)
@@ -121,8 +125,9 @@ def plan_replay(path: str | Path, *, model: str | Path | None = None, run: str |
     whole = [n for n in numbers if all(_is_complete(trace.steps.get((run, n, rank))) for rank in ranks)]
     # A run that died leaves a last step that only some ranks finished.
     if not whole:
-        held = f"it holds runs {', '.join(trace.runs)}" if trace.runs else "it holds none"
-        raise TraceFileError(f"{path} has no step of run {run!r} that all {len(ranks)} ranks recorded; {held}")
+        names = ", ".join(trace.runs)
+        held = f"it holds run{'s' if len(trace.runs) > 1 else ''} {names}" if names else "it holds none"
+        raise TraceFileError(f"{path} has no step of run {run} that all {len(ranks)} ranks recorded; {held}")
     carrier = next((c for c, name in RUN_OF_CARRIER.items() if name == run), settings.carrier)
     only = Pass(run, "never" if run == "unsplit" else "auto", carrier, last_step=whole[-1])
     spec = JobSpec(
@@ -134,6 +139,7 @@ def plan_replay(path: str | Path, *, model: str | Path | None = None, run: str |
         model_sha256=str(trace.header.model.get("sha256", "")),
     )
     recorded = {(n, rank): _record(trace.steps[run, n, rank]) for n in whole for rank in ranks}
+    _check_sampled(trace.path, recorded.values(), spec.model)
     specs = [
         dataclasses.replace(spec, recorded={n: _recorded_step(trace.steps[run, n, rank]) for n in whole})
         for rank in ranks
@@ -173,7 +179,7 @@ def replay(plan: ReplayPlan, follow: Callable[[int, Message], None] | None = Non
 def _compare(then: StepRecord, now: StepRecord, report: ReplayReport) -> None:
     where = f"step {then.step}, rank {then.rank}"
     if then.votes != now.votes:
-        report.decisions.append(f"{where}: the votes were {then.votes}, they are {now.votes}")
+        report.decisions.append(f"{where}: the votes were {json.dumps(then.votes)}, they are {json.dumps(now.votes)}")
     if (then.split, then.reason) != (now.split, now.reason):
         report.decisions.append(f"{where}: recorded {_decision(then)}, now {_decision(now)}")
     elif then.slices != now.slices:
@@ -193,8 +199,6 @@ def _decision(record: StepRecord) -> str:
 
 
 def _why_not_comparable(then: HeaderRecord, message: Lines) -> str:
-    import json
-
     now = json.loads(message.lines.split(b"\n", 1)[0])
     differences = []
     for name, old, new in (
@@ -226,6 +230,13 @@ def _requests(trace: Trace) -> tuple[Request, ...]:
     prompts = sorted(trace.prompts, key=lambda prompt: prompt.request)
     if not prompts or [prompt.request for prompt in prompts] != list(range(len(prompts))):
         raise TraceFileError(f"{trace.path} does not hold all prompts of its run; it cannot be replayed")
+    for prompt in prompts:
+        if not prompt.text:
+            raise TraceFileError(f"{trace.path}: the text of prompt {prompt.request} is empty")
+        if prompt.arrival < 0:
+            raise TraceFileError(
+                f"{trace.path}: prompt {prompt.request} arrives at step {prompt.arrival}, expected a step: 0 or more"
+            )
     return tuple(
         Request(prompt.request, prompt.request + 1, str(prompt.request), prompt.text, None, prompt.arrival)
         for prompt in prompts
@@ -235,9 +246,37 @@ def _requests(trace: Trace) -> tuple[Request, ...]:
 def _model_folder(trace: Trace, given: str | Path | None) -> str:
     if given is not None:
         return str(given)
-    recorded = str(trace.header.model.get("path", ""))
+    recorded = trace.header.model.get("path")
+    if not isinstance(recorded, str) or not recorded:
+        # An empty path would be the current folder.
+        raise TraceFileError(
+            f'{trace.path}: the model in the header has no "path"; name the checkpoint\'s folder with --model'
+        )
     # The hash is checked either way, so trying the packaged one can do no harm.
     return recorded if Path(recorded).is_dir() else str(PACKAGED_MODEL)
+
+
+def _check_sampled(path: str, records: Iterable[StepRecord], model: str) -> None:
+    """Sampled tokens become the input of the next step, so each must be one of the model's."""
+    size = _vocabulary(model)
+    for record in records:
+        for token in record.sampled:
+            if token < NOT_SAMPLED or (size is not None and token >= size):
+                known = "0 or more" if size is None else f"0 to {size - 1}, the tokens of the model in {model}"
+                raise TraceFileError(
+                    f"{path}: step {record.step} of run {record.run} on rank {record.rank} sampled token {token}, "
+                    f"expected {known}"
+                )
+
+
+def _vocabulary(model: str) -> int | None:
+    """Number of token ids; None where config.json does not tell: the ranks then say what is wrong with the model."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    size = config.get("vocab_size") if isinstance(config, dict) else None
+    return size if type(size) is int else None
 
 
 def _is_complete(step: StepTrace | None) -> bool:

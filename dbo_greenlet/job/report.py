@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..problems import final_answer
 from ..trace.reader import StepTrace
 from ..trace.schema import RecvRecord, SliceRecord, StepRecord, from_json
 from ..trace.step_text import render_step
 from .launch import JobResult
 from .requests import Request
-from .spec import RUN_OF_CARRIER
+from .spec import CLOSE_CALL, RUN_OF_CARRIER
 
-__all__ = ["CLOSE_CALL", "is_right", "make_report", "render_report"]
-
-CLOSE_CALL = 1e-3  # the two best logits are as good as equal below this
+__all__ = ["is_right", "make_report", "render_report"]
 
 GRAPH_NEEDS = (
     "needs a CUDA device and an all-to-all that reads no counts on the host while a step is captured "
@@ -33,9 +31,17 @@ HANDOFF_MEANS = (
 
 def is_right(text: str, answer: str) -> bool:
     """Exact match: of the last integer of the text where the answer is one, else of the text without its margins."""
-    if answer.strip().isdecimal():
-        return final_answer(text) == str(int(answer))
+    if re.fullmatch(r"[+-]?\d+", answer.strip()):
+        # A sign belongs to its number unless something stands right before it: in "42-9" it is a difference.
+        integers = re.findall(r"(?<!\w)[+-]?\d+|\d+", text)
+        return bool(integers) and _canonical(integers[-1]) == _canonical(answer.strip())
     return text.strip() == answer.strip()
+
+
+def _canonical(integer: str) -> str:
+    """An integer as text without plus and leading zeros. Not by int(), which refuses numbers of thousands of digits."""
+    digits = integer.lstrip("+-").lstrip("0") or "0"
+    return "-" + digits if integer.startswith("-") and digits != "0" else digits
 
 
 def make_report(result: JobResult) -> dict[str, Any]:

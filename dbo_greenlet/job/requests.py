@@ -102,6 +102,14 @@ def _request(text: str, number: int, line: int) -> Request:
     name = data.get("id", str(number))
     if not isinstance(name, (str, int)):
         raise PromptFileError(f'"id" is {_shown(name)}, expected a text')
+    for key, value in (("prompt", prompt), ("answer", answer), ("id", str(name))):
+        try:
+            (value or "").encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise PromptFileError(
+                f'"{key}" is no text in UTF-8: character {error.start} is half of a surrogate pair, '
+                f"{_shown(error.object[error.start])}"
+            ) from None
     return Request(number, line, str(name), prompt, answer, arrival)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from ..errors import ConfigurationError, TraceFileError
 from ..schedule import Schedule
 from .requests import Request
 
-__all__ = ["PACKAGED_MODEL", "JobSpec", "Pass", "RecordedStep", "Settings", "passes_of"]
+__all__ = ["CLOSE_CALL", "PACKAGED_MODEL", "JobSpec", "Pass", "RecordedStep", "Settings", "passes_of"]
 
 PACKAGED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "checkpoint"
 
@@ -21,6 +22,13 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 POLICIES = ("round_robin",)
 RUN_OF_CARRIER = {"greenlet": "dbo", "thread": "thread"}
+
+# Where the two best logits are closer than this, rounding may decide between them.
+CLOSE_CALL = 1e-3
+
+MAX_THREADS = 1024
+# Seconds; far beyond any use, and within what sockets and stores can count.
+MAX_RANK_TIMEOUT = 1e6
 
 # The split steps that the other carrier runs, to compare host time per yield.
 COMPARED_STEPS = 8
@@ -34,11 +42,12 @@ class Settings:
         ranks: processes, each with its block of the routed experts and its share of the requests.
         num_microbatches, decode_threshold, prefill_threshold, rule: see `batching.VoteSettings`.
         policy, carrier, strict: see `Scheduler`.
-        all2all: "torch" (torch.distributed), "loopback" (one rank) or "auto" (which of the two fits).
+        all2all: "torch" (torch.distributed, also for one rank), "loopback" (one rank) or "auto" (the loopback for one
+            rank, torch.distributed for several).
         device, dtype: where the model runs and in which precision.
         max_new_tokens: most tokens to generate for a request.
         max_requests: requests that a rank runs at once (KV cache rows).
-        token_budget: most tokens in a step of a rank.
+        token_budget: most tokens in a step of a rank, at least `max_requests`.
         threads: torch's intra-op threads of a rank.
         rank_timeout: seconds for which a rank may keep the others waiting before it counts as stalled.
     """
@@ -71,10 +80,20 @@ class Settings:
             ("--max-new-tokens", self.max_new_tokens),
             ("--max-num-seqs", self.max_requests),
             ("--max-num-batched-tokens", self.token_budget),
-            ("--threads", self.threads),
         ):
             if value < 1:
                 raise ConfigurationError(f"{flag} is {value}; use 1 or more")
+        if self.token_budget < self.max_requests:
+            raise ConfigurationError(
+                f"--max-num-batched-tokens is {self.token_budget}, but {self.max_requests} running requests "
+                "(--max-num-seqs) have a token each in a step; raise the one or lower the other"
+            )
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise ConfigurationError(f"--threads is {self.threads}; use 1 to {MAX_THREADS}")
+        if not (math.isfinite(self.rank_timeout) and 0 < self.rank_timeout <= MAX_RANK_TIMEOUT):
+            raise ConfigurationError(
+                f"--rank-timeout is {self.rank_timeout}; use more than 0 and at most {MAX_RANK_TIMEOUT:.0f} seconds"
+            )
         for flag, chosen, known in (
             ("--policy", self.policy, POLICIES),
             ("--carrier", self.carrier, tuple(RUN_OF_CARRIER)),

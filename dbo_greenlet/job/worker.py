@@ -69,8 +69,8 @@ class Rank:
                 "experts; every rank gets the same number of them"
             )
         self.tokenizer = Tokenizer.from_folder(spec.model, config.eos_token_ids)
-        self.row_length = config.max_position_embeddings
         self.prompts = self._encode(config)
+        self.row_length = self._row_length(config)
         self.model_hash = model_hash(spec.model)
         if spec.model_sha256 not in ("", self.model_hash):
             raise CheckpointError(
@@ -118,6 +118,15 @@ class Rank:
             prompts.append(ids)
         return prompts
 
+    def _row_length(self, config: DeepseekV2Config) -> int:
+        """Tokens that a KV cache row must hold: those of this rank's longest prompt with its answer.
+
+        Not the model's whole context: rows of 163,840 positions (DeepSeek-V2-Lite) fit no machine 64 times. The ranks
+        need not agree on it, since nothing that they exchange depends on it.
+        """
+        longest = max((len(ids) for _, ids in self._mine()), default=1)
+        return min(config.max_position_embeddings, longest + self.spec.settings.max_new_tokens)
+
     def _begin_trace(self) -> None:
         settings = self.spec.settings
         header = make_header(
@@ -158,7 +167,7 @@ class Rank:
         dtype = _DTYPES[settings.dtype]
         runner = Runner(
             self.model,
-            kv_cache=KVCache(self.config, settings.max_requests, self.row_length, dtype, self.torch_device),
+            kv_cache=open_kv_cache(self.config, settings.max_requests, self.row_length, dtype, self.torch_device),
             settings=self.votes,
             group=self.group,
             device=self.device,
@@ -304,6 +313,21 @@ def open_device(name: str, rank: int) -> tuple[Device, torch.device]:
     device = CudaDevice(rank)
     torch.cuda.set_device(rank)
     return device, torch.device("cuda", rank)
+
+
+def open_kv_cache(
+    config: DeepseekV2Config, rows: int, row_length: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """The cache of a rank. Raises `ConfigurationError`, naming its size, where there is no memory for it."""
+    try:
+        return KVCache(config, rows, row_length, dtype, device)
+    except RuntimeError as error:
+        # What torch raises for memory that it cannot get (on a GPU a subclass), and for a size that overflows.
+        size = config.num_hidden_layers * (rows * row_length + 1) * config.cache_dim * dtype.itemsize
+        raise ConfigurationError(
+            f"--max-num-seqs is {rows}, and {rows} KV cache rows of {row_length} tokens take {size / 2**30:,.1f} GiB, "
+            f"which {device} does not have; lower --max-num-seqs, or --max-new-tokens"
+        ) from error
 
 
 def open_all2all(name: str, group: RankGroup | None, num_experts: int) -> AllToAll:

@@ -4,7 +4,7 @@ What is in it:
 
     schema       the record kinds, and their JSON
     recorder     the instrument that the scheduler calls
-    writer       a growing trace file that never stops the run; joining the files of the ranks
+    writer       a growing trace file that never stops the run
     reader       a trace file, line by line or with an index of its steps
     notation     schedule -> order of work, in vLLM's notation
     timetable    order of work -> Comp, Comm and Order lines
@@ -29,7 +29,7 @@ from .schema import (
 )
 from .step_text import render_step
 from .timetable import parse_layers, render_order
-from .writer import TraceWriter, merge_traces
+from .writer import TraceWriter
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -46,7 +46,6 @@ __all__ = [
     "TraceReader",
     "TraceWriter",
     "make_header",
-    "merge_traces",
     "parse_layers",
     "read_trace",
     "render_lanes",

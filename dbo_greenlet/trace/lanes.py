@@ -20,6 +20,7 @@ from ..errors import ConfigurationError
 from .notation import parse_site
 from .reader import StepTrace
 from .schema import SliceRecord
+from .timetable import layers_text
 
 __all__ = ["render_lanes"]
 
@@ -53,7 +54,8 @@ def render_lanes(
         ConfigurationError: none of `layers` is in the step.
     """
     if not step.slices:
-        return "no lanes: the step was not split"
+        unsplit = step.record is not None and not step.record.split
+        return f"no lanes: {'the step was not split' if unsplit else 'its slices are not in the trace (yet)'}"
     slices = step.slices if layers is None else _stretch(step.slices, layers)
     begin = min(s.begin for s in slices)
     end = max(s.end for s in slices)
@@ -73,7 +75,7 @@ def _stretch(slices: Sequence[SliceRecord], layers: Collection[int]) -> list[Sli
     if not wanted:
         held = sorted({site.layer for s in slices if (site := parse_site(s.site)) is not None})
         has = f"which has {', '.join(map(str, held))}" if held else "whose sites are not dispatch and combine labels"
-        raise ConfigurationError(f"layers={', '.join(map(str, layers))}: none of them is in this step, {has}")
+        raise ConfigurationError(f"--layers {layers_text(layers)}: none of them is in this step, {has}")
     begin = min(s.begin for s in wanted)
     end = max(s.end for s in wanted)
     return [s for s in slices if (s.begin < end and s.end > begin) or s in wanted]

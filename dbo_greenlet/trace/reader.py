@@ -8,6 +8,7 @@ and the line.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from .schema import (
     from_json,
 )
 
-__all__ = ["StepTrace", "Trace", "TraceReader", "read_lines", "read_trace"]
+__all__ = ["StepTrace", "Trace", "TraceReader", "read_trace"]
 
 # Longer than any record of a sane run; keeps a file that is no text at all from being read into memory as one line.
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -57,7 +58,7 @@ class TraceReader:
 
     def __iter__(self) -> Iterator[Record]:
         self.unknown_kinds = set()
-        for data, _ in self.objects():
+        for data in self._objects():
             try:
                 record = from_json(data, self.version)
             except TraceFileError as error:
@@ -67,13 +68,13 @@ class TraceReader:
             else:
                 yield record
 
-    def objects(self) -> Iterator[tuple[Any, bytes]]:
-        """Each line as parsed JSON and as bytes (with its newline). The first one is a header of a known schema."""
+    def _objects(self) -> Iterator[Any]:
+        """Each line as parsed JSON. The first one is a header of a known schema."""
         self.line = 0
         self.torn = False
         try:
             with open(self.path, "rb") as file:
-                yield from self._objects(file)
+                yield from self._objects_in(file)
         except OSError as error:
             raise TraceFileError(f"{self.path}: {_reason(error)}") from error
         if self.line == 0:
@@ -84,7 +85,7 @@ class TraceReader:
             )
             raise TraceFileError(f"{self.path}: no trace yet: {why}")
 
-    def _objects(self, file: BinaryIO) -> Iterator[tuple[Any, bytes]]:
+    def _objects_in(self, file: BinaryIO) -> Iterator[Any]:
         while line := file.readline(MAX_LINE_BYTES):
             number = self.line + 1
             try:
@@ -106,20 +107,7 @@ class TraceReader:
                 except TraceFileError as error:
                     raise TraceFileError(f"{self.path}: {error}") from None
             self.line = number
-            yield data, line if line.endswith(b"\n") else line + b"\n"
-
-
-def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The lines of a trace as they stand in the file, checked to be objects with a kind; a torn last line is left out.
-
-    Raises:
-        TraceFileError: as `TraceReader`.
-    """
-    reader = TraceReader(path)
-    for data, line in reader.objects():
-        if not isinstance(data, dict) or not isinstance(data.get("t"), str):
-            raise TraceFileError(f'{reader.path}, line {reader.line}: not an object with a kind (the key "t")')
-        yield line
+            yield data
 
 
 @dataclass
@@ -210,11 +198,15 @@ class Trace:
             if found.step == step and run in (None, found.run) and rank in (None, found.rank):
                 return found
         what = f"step {step}"
-        what += f" of run {run!r}" if run is not None else ""
+        what += f" of run {run}" if run is not None else ""
         what += f" on rank {rank}" if rank is not None else ""
         numbers = sorted({key[1] for key in self.steps})
-        held = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
-        raise TraceFileError(f"{self.path} has no {what}; it holds {held} of runs {self.runs} on ranks {self.ranks}")
+        if numbers:
+            steps = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+            held = f"{steps} of {_named('run', self.runs)} on {_named('rank', self.ranks)}"
+        else:
+            held = "no steps (yet)"
+        raise TraceFileError(f"{self.path} has no {what}; it holds {held}")
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -259,6 +251,10 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     return trace
 
 
+def _named(what: str, values: list[str] | list[int]) -> str:
+    return f"{what}{'s' if len(values) > 1 else ''} {', '.join(map(str, values))}"
+
+
 def _parse(line: bytes) -> Any:
     try:
         text = line.decode("utf-8")
@@ -267,9 +263,21 @@ def _parse(line: bytes) -> Any:
     if "\0" in text:
         raise TraceFileError("not text; this is a binary file, not a trace")
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise TraceFileError(f"not JSON: {error}") from None
+
+
+def _refuse_constant(text: str) -> None:
+    # Python's parser takes NaN and Infinity, which JSON does not have and which no comparison of times survives.
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
 
 
 def _reason(error: OSError) -> str:

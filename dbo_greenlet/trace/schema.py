@@ -4,7 +4,7 @@ A trace is JSON Lines: one object a line, its kind under the key "t". The first 
 the records of several ranks; every line names its rank.
 
     header   once a rank: versions, machine, model and settings of the run
-    prompt   a request as it came in and what was answered
+    prompt   a request as it came in
     step     one forward of the whole batch: the batch, the vote, the schedule, a checksum of the output
     slice    what one microbatch ran between two yield points, in the order in which they ran
     recv     one in-flight window: from a send to the moment its receive was complete
@@ -95,7 +95,8 @@ class PromptRecord:
         request: its number, unique in the run.
         arrival: the step at which it entered the batch.
         text, ids: the prompt and its token ids.
-        answer: the generated text, None where it is not known (yet).
+        answer: the generated text. None in what `dbo-greenlet run` writes: the record is written before the first step,
+            and the answer follows from the sampled tokens of the steps.
     """
 
     kind: ClassVar[str] = "prompt"
@@ -123,7 +124,8 @@ class StepRecord:
         requests: numbers of the requests in the batch, in batch order.
         sampled: the token sampled for each of these requests.
         begin, end: microseconds around the whole step, scheduler included; None where nobody measured.
-        error: what made the step fail, None where it did not.
+        error: what made the step fail, None where it did not. `dbo-greenlet run` leaves it None: a step that fails ends
+            its run before the record is made, and the end record then says why.
     """
 
     kind: ClassVar[str] = "step"
@@ -156,8 +158,8 @@ class SliceRecord:
         ubatch, slice: the microbatch, and the how-manieth of its slices this is (0-based).
         site: the yield site at which it ended, "" where the microbatch returned.
         begin, end: microseconds on the host: from the hub's hand-over to the hub's getting the thread back.
-        stream: the stream it issued work to, None where nobody noted it. (An instrument cannot ask afterwards: by then
-            the thread's current stream is the hub's again.)
+        stream: the stream it issued work to. None in what `StepRecorder` makes: an instrument cannot ask afterwards,
+            for by then the thread's current stream is the hub's again.
         failed: the microbatch raised in it. `site` is then the one it had passed last, and the slice is no decision of
             the schedule.
     """

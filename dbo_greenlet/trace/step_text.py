@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection
 
+from ..errors import ScheduleDecodeError
+from ..schedule import Schedule
 from .notation import Receive, order, why_no_notation
 from .reader import StepTrace
 from .timetable import render_order
@@ -23,7 +26,8 @@ def render_step(
     """A recorded step as text: a heading, the timetable, the legend.
 
     A step that was not split says why; one whose sites are no dispatches and combines is listed slice by slice, with
-    the reason.
+    the reason. What a growing or cut trace does not hold (yet) is said; without slices there are no sites to draw a
+    timetable from, and then the microbatches are listed in the order of the recorded schedule.
 
     Args:
         step: from `read_trace`.
@@ -40,9 +44,10 @@ def render_step(
     lines += [f"microbatch {s.ubatch} failed in its slice {s.slice}" for s in step.slices if s.failed]
     decisions, sites = step.decisions, step.sites
     if not step.slices:
-        reason = step.record.reason if step.record is not None else ""
-        lines.append("not split" + (f": {reason}" if reason else ""))
-    elif why := why_no_notation(decisions, sites):
+        lines += _without_slices(step, width)
+        return "\n".join(lines)
+    lines += _what_is_missing(step)
+    if why := why_no_notation(decisions, sites):
         lines.append(f"no timetable: {why}; its slices, in the order in which they ran:")
         lines += _slice_list(step)
     else:
@@ -54,6 +59,35 @@ def render_step(
             *_legend(width),
         ]
     return "\n".join(lines)
+
+
+def _without_slices(step: StepTrace, width: int) -> list[str]:
+    record = step.record
+    if record is None:
+        return ["its record and its slices are not in the trace (yet)"]
+    reason = f": {record.reason}" if record.reason else ""
+    if not record.split:
+        return [f"not split{reason}"]
+    lines = [f"split{reason}; its slices are not in the trace (yet)"]
+    if record.schedule:
+        try:
+            turns = " ".join(map(str, Schedule.decode(record.schedule).decisions))
+        except ScheduleDecodeError as error:
+            return [*lines, f"its schedule cannot be read: {error}"]
+        head = "microbatches in the order in which they ran: "
+        lines += textwrap.wrap(head + turns, max(width, 40), subsequent_indent="  ")
+    return lines
+
+
+def _what_is_missing(step: StepTrace) -> list[str]:
+    """A step's slices stand behind its record and its receives behind these, so a cut trace lacks the last of them."""
+    record = step.record
+    if record is None or record.error is not None:
+        return []  # A failed step stopped anywhere: nothing says how much of it there should be.
+    slices = sum(record.yields) + len(record.yields)
+    if len(step.decisions) < slices:
+        return [f"only {len(step.decisions)} of its {slices} slices are in the trace (yet)"]
+    return []
 
 
 def _heading(step: StepTrace) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from ..errors import ConfigurationError
 from .notation import Item
 
-__all__ = ["Block", "blocks", "parse_layers", "render_order"]
+__all__ = ["Block", "blocks", "layers_text", "parse_layers", "render_order"]
 
 
 @dataclass
@@ -64,15 +64,23 @@ class Block:
 
 
 def parse_layers(text: str) -> range:
-    """Layers as a user types them: "3" or "3-5", both ends included.
+    """Layers as a user types them: "3" or "3-5", both ends included, numbers of one to six digits.
 
     Raises:
         ConfigurationError: anything else.
     """
-    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+    match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", text)
     if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-        raise ConfigurationError(f"layers={text!r}: give one layer (3) or a range with both ends (3-5)")
+        raise ConfigurationError(f"--layers {text}: give one layer (3) or a range with both ends (3-5)")
     return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+def layers_text(layers: Collection[int]) -> str:
+    """Layers as a user would type them; others than a range are joined by commas."""
+    if isinstance(layers, range) and layers and layers.step == 1:
+        # Never element by element: a range of a million layers is as quickly typed as one of three.
+        return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+    return ", ".join(map(str, layers))
 
 
 def render_order(items: Sequence[Item], *, layers: Collection[int] | None = None, width: int = 100) -> str:
@@ -91,9 +99,8 @@ def render_order(items: Sequence[Item], *, layers: Collection[int] | None = None
     shown = [block for block in found if layers is None or block.layer in layers]
     if not shown:
         held = sorted({block.layer for block in found})
-        wanted = ", ".join(map(str, layers or ()))
         raise ConfigurationError(
-            f"layers={wanted}: none of them is in this step, which has {', '.join(map(str, held))}"
+            f"--layers {layers_text(layers or ())}: none of them is in this step, which has {', '.join(map(str, held))}"
         )
     columns, open_windows = _columns(items)
     drawn: list[_Drawn] = []

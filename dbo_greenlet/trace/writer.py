@@ -1,4 +1,4 @@
-"""Writing a trace while the run goes on, and joining the ranks' files into one.
+"""Writing a trace while the run goes on.
 
 A trace never stops a run. Whatever keeps it from being written (a full device, a folder that is gone, a record that
 JSON cannot say) is remembered as one sentence in `TraceWriter.problem`, for the command to print at its end, and
@@ -11,17 +11,14 @@ process left behind lacks at most the end of its last line.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable
 from io import FileIO
 from types import TracebackType
 
-from ..errors import TraceFileError
-from .reader import read_lines
 from .schema import Record, to_json
 
-__all__ = ["TraceWriter", "merge_traces"]
+__all__ = ["TraceWriter"]
 
 
 class TraceWriter:
@@ -58,7 +55,7 @@ class TraceWriter:
         self._append(data)
 
     def write_lines(self, lines: Iterable[bytes]) -> None:
-        """Append lines that are records already, each with its newline; `merge_traces` uses it."""
+        """Append lines that are records already, each with its newline: what ranks sent to the process that writes."""
         if self._file is not None:
             self._append(b"".join(lines))
 
@@ -114,47 +111,6 @@ class TraceWriter:
             # The problem is stated already, and the first one is the one that explains the others.
             with contextlib.suppress(OSError):
                 file.close()
-
-
-def merge_traces(rank_paths: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> str | None:
-    """Join the files of the ranks into one, ordered by step and then by rank.
-
-    Headers come first, then the prompts, then the steps, then the ends; within a step of a rank the order of its file
-    is kept (it is the order in which the slices ran). Lines are copied as they are: unknown keys survive.
-
-    What a dead rank left behind is merged too: a torn last line is dropped, and a file that cannot be read is left out
-    and named.
-
-    Args:
-        rank_paths: the files to join; they are not removed.
-        path: the joined file; may be none of `rank_paths`.
-
-    Returns:
-        None, or one sentence saying what is missing.
-    """
-    keyed: list[tuple[int, int, int, bytes]] = []
-    problems: list[str] = []
-    order = {"header": 0, "prompt": 1, "end": 3}
-    for rank_path in rank_paths:
-        try:
-            for line in read_lines(rank_path):
-                data = json.loads(line)
-                step = data.get("step", data.get("request", 0))
-                keyed.append((order.get(data["t"], 2), _number(step), _number(data.get("rank", 0)), line))
-        except TraceFileError as error:
-            problems.append(str(error))
-    if not keyed:
-        return "; ".join(["no rank left a trace", *problems])
-    keyed.sort(key=lambda entry: entry[:3])  # stable: within a step of a rank the file's order stays
-    with TraceWriter(path) as writer:
-        writer.write_lines(entry[3] for entry in keyed)
-    if writer.problem:
-        problems.insert(0, writer.problem)
-    return "; ".join(problems) or None
-
-
-def _number(value: object) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def _reason(error: OSError) -> str:

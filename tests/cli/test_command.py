@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_version_and_bare_command() -> None:
         (["walk"], "No such command 'walk'"),
         (["run", "--limit", "0"], "Invalid value for '--limit'"),
         (["run", "--ranks", "0"], "--ranks is 0; use 1 or more"),
+        (["run", "--rank-timeout", "nan"], "--rank-timeout is nan; use more than 0 and at most 1000000 seconds"),
+        (["run", "--rank-timeout", "2e6"], "--rank-timeout is 2000000.0; use more than 0"),
+        (["run", "--threads", "5000"], "--threads is 5000; use 1 to 1024"),
+        (
+            ["run", "--max-num-batched-tokens", "63"],
+            "--max-num-batched-tokens is 63, but 64 running requests (--max-num-seqs) have a token each",
+        ),
         (["run", "--max-new-tokens", "0"], "--max-new-tokens is 0; use 1 or more"),
         (["run", "--carrier", "pigeon"], "--carrier is 'pigeon'; use one of greenlet, thread"),
         (["run", "--policy", "chance"], "--policy is 'chance'; use one of round_robin"),
@@ -74,6 +82,25 @@ def test_an_empty_prompt_file_is_refused(tmp_path: Path) -> None:
     done = in_process("run", "--prompts", empty)
     assert done.returncode == 2
     assert one_sentence(done.stderr).startswith(f"{empty} holds no prompt")
+
+
+def test_a_trace_is_not_written_over_its_prompts(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [0])
+    text = prompts.read_text(encoding="utf-8")
+    (tmp_path / "link").symlink_to(prompts)
+    done = in_process("run", "--prompts", prompts, "--trace", tmp_path / "link")
+    assert done.returncode == 2 and "which is the prompt file and would be overwritten" in one_sentence(done.stderr)
+    assert prompts.read_text(encoding="utf-8") == text
+
+
+def test_closed_standard_streams_are_no_error() -> None:
+    code = "import os, sys; os.closerange(0, 3); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    words = arguments("run", "--help")[1:]
+    assert subprocess.run([sys.executable, "-c", code, *words], timeout=SECONDS, env=environment()).returncode == 0
+
+
+def test_help_names_no_path_of_this_machine() -> None:
+    assert " ".join(in_process("run", "--help").stdout.split()).count("default: (packaged)") == 2
 
 
 def test_what_the_ranks_find_is_one_sentence_too(tmp_path: Path) -> None:
@@ -139,19 +166,33 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env={**environment(), "TMPDIR": str(folder)},
             start_new_session=True,
         )
+        self.folder = folder
+
+    def folders(self) -> list[Path]:
+        """The job's temporary folders."""
+        return list(self.folder.glob("dbo-greenlet-*"))
 
     def interrupt(self) -> None:
         """Ctrl-C: the terminal sends the signal to every process of the group."""
         os.killpg(self.process.pid, signal.SIGINT)
-        assert self.process.wait(10) == 130
+        self.ends(130, "stopped by Ctrl-C")
+
+    def terminate(self) -> None:
+        """SIGTERM, to the command only."""
+        self.process.terminate()
+        self.ends(143, "stopped by SIGTERM")
+
+    def ends(self, code: int, sentence: str) -> None:
+        assert self.process.wait(10) == code
         # What is left of the group still imports, and then finds itself alone.
         stdout, stderr = self.process.communicate(timeout=60)
         assert stdout == ""
-        assert one_sentence(stderr) == "stopped by Ctrl-C"
+        assert one_sentence(stderr) == sentence
         wait_until(lambda: group_is_gone(self.process.pid), 10)
+        assert self.folders() == []
 
     def __enter__(self) -> Command:
         return self
@@ -162,22 +203,29 @@ class Command:
         self.process.communicate()
 
 
-def test_ctrl_c_stops_the_ranks_and_leaves_a_readable_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "error"), [(Command.interrupt, "KeyboardInterrupt"), (Command.terminate, "Terminated")]
+)
+def test_ctrl_c_and_sigterm_stop_the_ranks_and_leave_a_readable_trace(
+    tmp_path: Path, how: Callable[[Command], None], error: str
+) -> None:
     with Command(tmp_path) as command:
         wait_until(lambda: steps_in(command.trace) > 4, SECONDS)
-        command.interrupt()
+        how(command)
     read = read_trace(command.trace)
     assert not read.torn
-    assert [(end.ok, end.error) for end in read.ends.values()] == [(False, "KeyboardInterrupt")] * 2
+    assert [(end.ok, end.error) for end in read.ends.values()] == [(False, error)] * 2
     assert plan_replay(command.trace).spec.passes[0].last_step >= 1
 
 
 def test_ctrl_c_is_heard_while_the_ranks_are_loading(tmp_path: Path) -> None:
     with Command(tmp_path) as command:
-        # The trace is opened before the first rank is started.
-        wait_until(command.trace.exists, SECONDS)
+        command.trace.write_text("an earlier run")
+        # The folder is made before the first rank is started.
+        wait_until(command.folders, SECONDS)
         command.interrupt()
-    assert command.trace.read_bytes() == b""
+    # What was there before is lost only to a job that starts.
+    assert command.trace.read_text() == "an earlier run"
 
 
 def test_a_killed_parent_takes_its_ranks_along(tmp_path: Path) -> None:

@@ -62,3 +62,10 @@ def of_another_version(spec: JobSpec, rank: int, connection: Connection, output:
 
         ranks.__version__ = "0.0.9"
     rank_main(spec, rank, connection, output)
+
+
+def without_loopback(spec: JobSpec, rank: int, connection: Connection, output: str) -> None:
+    import dbo_greenlet.all2all.loopback as loopback
+
+    del loopback.Loopback
+    rank_main(spec, rank, connection, output)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_greenlet.batching import check_step
-from dbo_greenlet.job.engine import CLOSE_CALL, Batch, Engine, RequestState, Sample, pick
+from dbo_greenlet.job.engine import Batch, Engine, RequestState, Sample, pick
+from dbo_greenlet.job.spec import CLOSE_CALL
 
 EOS = 99
 ROW_LENGTH = 24
@@ -81,6 +82,11 @@ def test_a_prompt_longer_than_the_budget_is_cut_and_sampled_at_its_end() -> None
     first, second, third = run(engine([state(0, 20)], budget=16), 3)
     assert [first.parts[0][1:], second.parts[0][1:], third.parts[0][1:]] == [(0, 16), (16, 20), (20, 21)]
     assert (first.sampling, second.sampling, second.last_tokens) == ([], [0], [3])
+
+
+def test_many_rows_do_not_raise_the_budget() -> None:
+    first, second = run(engine([state(0, 7)], rows=12, budget=4), 2)
+    assert [first.parts[0][1:], second.parts[0][1:]] == [(0, 4), (4, 7)]
 
 
 def test_an_engine_without_work_gives_an_idle_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dbo_greenlet.errors import (
     CheckpointError,
@@ -24,6 +26,9 @@ from dbo_greenlet.job import launch
 from dbo_greenlet.job.launch import run_job
 from dbo_greenlet.job.requests import PACKAGED_PROMPTS, read_requests
 from dbo_greenlet.job.spec import PACKAGED_MODEL, JobSpec, Settings, passes_of
+from dbo_greenlet.job.worker import Rank, open_kv_cache
+from dbo_greenlet.moe import DeepseekV2Config
+from dbo_greenlet.ranks import RankGroup
 from dbo_greenlet.trace import read_trace
 from tests.job import failing_ranks
 
@@ -76,6 +81,9 @@ def test_a_failing_rank_is_named_and_the_others_stop(tmp_path: Path, main: Any, 
     path = tmp_path / "trace.jsonl"
     error = fails(job(), RankFailedError, words, rank_main=main, trace=path)
     assert isinstance(error, RankFailedError) and error.rank == rank
+    if main is failing_ranks.raising:
+        # Where it was raised, in its own process.
+        assert "in fail\n" in str(error.__cause__) and "ValueError: expert out of order" in str(error.__cause__)
     trace = read_trace(path)
     assert not trace.torn
     assert {step for _, step, _ in trace.steps} == {0, 1}
@@ -173,4 +181,46 @@ def test_a_trace_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path, ta
     assert {run for run, _ in result.passes} == {"dbo"}
     assert result.trace_problem is not None
     assert str(path) in result.trace_problem
-    assert ("is a directory" if target == "folder" else "no space left on device") in result.trace_problem
+    reason = "is a directory" if target == "folder" else "no space left on device"
+    assert result.trace_problem == f"The trace {path} was not written: {reason}; the run went on without it."
+
+
+def test_a_job_that_does_not_start_leaves_an_earlier_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("an earlier run", encoding="utf-8")
+    fails(job(ranks=1, model=tmp_path), CheckpointError, "config.json", trace=path)
+    assert path.read_text(encoding="utf-8") == "an earlier run"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_missing_cuda_device_is_named_with_any_number_of_ranks(ranks: int) -> None:
+    fails(job(ranks=ranks, device="cuda"), ConfigurationError, "torch sees no CUDA device; use --device cpu")
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 0.0, 2e6])
+def test_a_group_of_ranks_refuses_a_timeout_that_nobody_can_wait_for(timeout: float) -> None:
+    with pytest.raises(ConfigurationError, match="timeout = .* it must be positive and at most 1000000 s"):
+        RankGroup.connect(0, 1, 1, timeout=timeout)
+
+
+def test_one_rank_may_use_torch_distributed() -> None:
+    result = run_job(job(count=2, ranks=1, all2all="torch"), rank_main=failing_ranks.without_loopback)
+    assert {run for run, _ in result.passes} == {"dbo"}
+
+
+def test_a_row_of_the_cache_holds_the_longest_prompt_and_its_answer_only(tmp_path: Path) -> None:
+    # The context of DeepSeek-V2-Lite; 64 rows of it fit no machine.
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(PACKAGED_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 163_840}), encoding="utf-8")
+    rank = Rank(job(ranks=1, model=folder), 0, None, lambda message: None)
+    assert rank.row_length == max(map(len, rank.prompts)) + 8
+    assert Rank(job(ranks=1, max_new_tokens=10**6), 0, None, lambda message: None).row_length == 256
+
+
+def test_a_cache_without_memory_for_it_is_named_with_its_size() -> None:
+    config = DeepseekV2Config.from_folder(PACKAGED_MODEL)
+    with pytest.raises(ConfigurationError, match=r"--max-num-seqs is 1000000000000, .* take [0-9,.]+ GiB, which cpu"):
+        open_kv_cache(config, 10**12, 256, torch.float32, torch.device("cpu"))

@@ -152,4 +152,4 @@ def test_show_names_what_there_is_not(recorded: Recorded) -> None:
     assert "has no step 9999" in one_sentence(done.stderr)
     done = in_process("show", recorded.trace, "--layers", "40")
     assert done.returncode == 2
-    assert "layers=40: none of them is in this step" in one_sentence(done.stderr)
+    assert "--layers 40: none of them is in this step" in one_sentence(done.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dbo_greenlet.errors import CheckpointError, TraceFileError
-from dbo_greenlet.job.replay import plan_replay, replay
+from dbo_greenlet.job.replay import ReplayReport, plan_replay, replay
 from dbo_greenlet.schedule import Schedule
 from tests.job.command import in_process, one_sentence
 from tests.job.conftest import Recorded
@@ -90,6 +90,24 @@ def test_recorded_tokens_are_taken_over(recorded: Recorded, tmp_path: Path) -> N
     assert report.outputs[0].startswith("step 3, rank 0: ")
 
 
+@pytest.mark.parametrize(
+    ("found", "met"),
+    [
+        ({}, True),
+        ({"decisions": ["x"]}, False),
+        ({"outputs": ["x"]}, False),
+        ({"tokens": ["x"]}, False),
+        ({"not_reached": 1}, False),
+        ({"outputs": ["x"], "tokens": ["x"], "not_comparable": "threads was 1, here it is 2"}, True),
+        ({"decisions": ["x"], "not_comparable": "threads was 1, here it is 2"}, False),
+    ],
+)
+def test_a_report_that_prints_not_met_is_not_met(found: dict[str, Any], met: bool) -> None:
+    report = ReplayReport("t.jsonl", "dbo", 2, 3, **found)
+    assert report.met is met
+    assert "NOT met" not in report.render() or not report.met
+
+
 def test_checksums_of_another_processor_are_not_comparable(recorded: Recorded, tmp_path: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         if data["t"] == "header":
@@ -118,7 +136,7 @@ def test_a_plan_covers_the_steps_that_all_ranks_completed(recorded: Recorded, tm
     ("change", "words"),
     [
         (lambda data: data.pop("settings", None), 'the settings in the header lack "ranks"'),
-        (lambda data: data.update(run="other") if data.get("run") == "dbo" else None, "has no step of run 'dbo'"),
+        (lambda data: data.update(run="other") if data.get("run") == "dbo" else None, "has no step of run dbo"),
         (lambda data: data.update(request=40) if data.get("request") == 3 else None, "does not hold all prompts"),
         (
             lambda data: data.get("settings", {}).update(ranks="two") if data["t"] == "header" else None,
@@ -127,6 +145,23 @@ def test_a_plan_covers_the_steps_that_all_ranks_completed(recorded: Recorded, tm
         (
             lambda data: data.update(rank=0) if data["t"] == "header" and data["rank"] else None,
             "a second header of rank 0",
+        ),
+        (
+            lambda data: data.update(sampled=[999]) if is_step(data, 2, 0) else None,
+            "step 2 of run dbo on rank 0 sampled token 999, expected 0 to 258, the tokens of the model in ",
+        ),
+        (
+            lambda data: data.update(sampled=[-2]) if is_step(data, 2, 0) else None,
+            "step 2 of run dbo on rank 0 sampled token -2, expected 0 to 258",
+        ),
+        (
+            lambda data: data.update(arrival=-3) if data.get("request") == 3 else None,
+            "prompt 3 arrives at step -3, expected a step: 0 or more",
+        ),
+        (lambda data: data.update(text="") if data.get("request") == 3 else None, "the text of prompt 3 is empty"),
+        (
+            lambda data: data.update(model={}) if data["t"] == "header" else None,
+            'the model in the header has no "path"; name the checkpoint\'s folder with --model',
         ),
     ],
 )

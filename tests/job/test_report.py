@@ -28,6 +28,13 @@ TOKENS = {0: [1, 2, 3], 1: [4, 5], 2: [6]}
         ("", "42", False),
         (" yes \n", "yes", True),
         ("yes!", "yes", False),
+        (" 3-5=-2", "-2", True),
+        (" 3-5=2", "-2", False),
+        (" 3-5=-2", "2", False),
+        (" 9-2", "2", True),
+        (" so 7", "+07", True),
+        ("-0", "0", True),
+        ("9" * 5000, "9" * 5000, True),
     ],
 )
 def test_exact_match(text: str, answer: str, right: bool) -> None:

@@ -49,6 +49,8 @@ def test_the_packaged_prompts_have_answers_and_arrive_over_time() -> None:
         ('{"prompt": "a", "arrival": true}\n', '"arrival" is true'),
         ('{"prompt": "a", "answer": [1]}\n', r'"answer" is \[1\], expected a text'),
         ('{"prompt": "a", "id": 1.5}\n', '"id" is 1.5'),
+        ('{"prompt": "a"}\n{"prompt": "b\\ud800"}\n', 'line 2: "prompt" is no text in UTF-8: character 1'),
+        ('{"prompt": "a", "id": "\\udc80"}\n', 'line 1: "id" is no text in UTF-8: character 0'),
         ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}\n', "line 2: id 'x' stands in line 1 already"),
     ],
 )

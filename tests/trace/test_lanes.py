@@ -83,7 +83,10 @@ def test_a_failed_slice_and_a_site_of_another_kind() -> None:
 
 
 def test_a_step_that_was_not_split() -> None:
-    assert render_lanes(StepTrace("unsplit", 0, 0)) == "no lanes: the step was not split"
+    whole = StepTrace("x", 0, 0, StepRecord(0, 0, "x", 8, 8, False, ""))
+    assert render_lanes(whole) == "no lanes: the step was not split"
+    split = StepTrace("x", 0, 0, StepRecord(0, 0, "x", 8, 8, True, ""))
+    assert render_lanes(split) == "no lanes: its slices are not in the trace (yet)"
 
 
 def test_a_microbatch_that_never_ran_has_an_empty_row() -> None:
@@ -95,10 +98,10 @@ def test_a_microbatch_that_never_ran_has_an_empty_row() -> None:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (STEP, "layers=4, 5: none of them is in this step, which has 3, 13"),
+        (STEP, "--layers 4-5: none of them is in this step, which has 3, 13"),
         (
             trace((0, "x", 0.0, 1.0)),
-            "layers=4, 5: none of them is in this step, whose sites are not dispatch and combine labels",
+            "--layers 4-5: none of them is in this step, whose sites are not dispatch and combine labels",
         ),
     ],
 )

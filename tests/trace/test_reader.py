@@ -60,9 +60,15 @@ def test_steps_are_found_by_run_step_and_rank(trace_file) -> None:
     with pytest.raises(TraceFileError) as caught:
         trace.step(5, run="dbo", rank=0)
     assert str(caught.value) == (
-        f"{trace.path} has no step 5 of run 'dbo' on rank 0; "
-        "it holds steps 4 to 4 of runs ['dbo', 'unsplit'] on ranks [1]"
+        f"{trace.path} has no step 5 of run dbo on rank 0; it holds step 4 of runs dbo, unsplit on rank 1"
     )
+
+
+def test_a_trace_without_steps_says_so(trace_file) -> None:
+    trace = read_trace(trace_file(HEADER))
+    with pytest.raises(TraceFileError) as caught:
+        trace.step(0)
+    assert str(caught.value) == f"{trace.path} has no step 0; it holds no steps (yet)"
 
 
 def test_a_step_whose_record_never_came_is_kept(trace_file) -> None:
@@ -132,6 +138,9 @@ def test_an_older_schema_is_read(trace_file, monkeypatch: pytest.MonkeyPatch) ->
         (HEADER + END + '{"t":"end","ok":"yes","rank":0}\n', ', line 3: "ok" of an end record is "yes", expected bool'),
         (HEADER + HEADER, ", line 2: a second header of rank 0; are these two traces in one file?"),
         (HEADER + END + END, ", line 3: a second end record of rank 0; are these two traces in one file?"),
+        (HEADER + '{"t":"x","a":NaN}\n', ", line 2: not JSON: NaN is no number in JSON"),
+        (HEADER + '{"t":"x","a":-Infinity}\n', ", line 2: not JSON: -Infinity is no number in JSON"),
+        (HEADER + '{"t":"x","a":1e999}\n', ", line 2: not JSON: the number 1e999 is too large"),
         (bytes(range(256)), ", line 1: not text; this is a binary file, not a trace"),
         (HEADER.encode() + b'{"t":"\xff\xfe"}\n', ", line 2: not text; this is a binary file, not a trace"),
         (HEADER.encode() + b"{\0\0\0", ", line 2: not text; this is a binary file, not a trace"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dbo_greenlet import Scheduler, Scripted
 from dbo_greenlet.errors import ConfigurationError
+from dbo_greenlet.schedule import Schedule
 from dbo_greenlet.trace import (
     RecvRecord,
     SliceRecord,
@@ -213,7 +214,7 @@ def test_every_item_is_in_one_block_and_every_row_fits(data: st.DataObject) -> N
 def test_layers_that_are_not_there(draw) -> None:
     with pytest.raises(ConfigurationError) as caught:
         draw([0, 1] * 5, [1, 2], layers=range(5, 7))
-    assert str(caught.value) == "layers=5, 6: none of them is in this step, which has 1, 2"
+    assert str(caught.value) == "--layers 5-6: none of them is in this step, which has 1, 2"
 
 
 @pytest.mark.parametrize(("text", "layers"), [("3", range(3, 4)), ("3-5", range(3, 6)), (" 0 - 0 ", range(1))])
@@ -221,11 +222,11 @@ def test_layers_as_typed(text: str, layers: range) -> None:
     assert parse_layers(text) == layers
 
 
-@pytest.mark.parametrize("text", ["", "a", "5-3", "3-", "-3", "1-2-3", "1,2", "1.5"])
+@pytest.mark.parametrize("text", ["", "a", "5-3", "3-", "-3", "1-2-3", "1,2", "1.5", "100-99999999999"])
 def test_layers_mistyped(text: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_layers(text)
-    assert str(caught.value) == f"layers={text!r}: give one layer (3) or a range with both ends (3-5)"
+    assert str(caught.value) == f"--layers {text}: give one layer (3) or a range with both ends (3-5)"
 
 
 # -- recorded steps ----------------------------------------------------------------------------------------------------
@@ -306,7 +307,27 @@ def test_a_step_that_was_not_split() -> None:
         step 3, rank 0, run dbo: 24 tokens
         not split: below the decode threshold
     """)
-    assert render_step(StepTrace("unsplit", 3, 0)) == "step 3, rank 0, run unsplit\nnot split"
+
+
+def test_slices_that_are_not_in_the_trace_yet() -> None:
+    schedule = Schedule(2, (0, 1) * 12).encode()
+    record = StepRecord(3, 0, "dbo", 24, 24, True, "thresholds met", schedule=schedule, yields=[11, 11])
+    assert render_step(StepTrace("dbo", 3, 0, record), width=60) == picture("""
+        step 3, rank 0, run dbo: 24 tokens
+        split: thresholds met; its slices are not in the trace (yet)
+        microbatches in the order in which they ran: 0 1 0 1 0 1 0 1
+          0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1
+    """)
+    partial = StepTrace("dbo", 3, 0, record, [SliceRecord(3, 0, "dbo", 0, 0, "layer0.dispatch", 0.0, 1.0)])
+    assert "only 1 of its 24 slices are in the trace (yet)" in render_step(partial).splitlines()
+    unknown = render_step(StepTrace("dbo", 3, 0))
+    assert unknown == "step 3, rank 0, run dbo\nits record and its slices are not in the trace (yet)"
+
+
+def test_a_schedule_that_is_mistyped_is_said_and_no_error() -> None:
+    record = StepRecord(3, 0, "dbo", 24, 24, True, "", schedule="dbo1:2:01:000000")
+    text = render_step(StepTrace("dbo", 3, 0, record))
+    assert "its schedule cannot be read: schedule string is truncated or mistyped" in text
 
 
 def test_other_sites_are_listed_slice_by_slice_with_the_reason() -> None:

@@ -18,7 +18,6 @@ from dbo_greenlet.trace import (
     StepRecord,
     TraceReader,
     TraceWriter,
-    merge_traces,
     read_trace,
 )
 
@@ -209,62 +208,3 @@ def test_closing_twice_is_fine(tmp_path: Path) -> None:
     writer.close()
     writer.close()
     assert writer.problem is None
-
-
-# -- merging -----------------------------------------------------------------------------------------------------------
-
-
-def rank_records(rank: int, steps: int) -> list[object]:
-    out: list[object] = [HeaderRecord("0.1.0", rank, 2), PromptRecord(rank, rank, 0, "p", [rank])]
-    for number in range(steps):
-        out += [step(number, rank), *slices(number, rank)]
-    return [*out, EndRecord(True, rank)]
-
-
-def test_ranks_are_merged_by_step_and_then_by_rank(tmp_path: Path) -> None:
-    files = [write(tmp_path / f"r{rank}.jsonl", rank_records(rank, 2)) for rank in (1, 0)]
-    merged = tmp_path / "all.jsonl"
-    assert merge_traces(files, merged) is None
-    expected: list[object] = [HeaderRecord("0.1.0", rank, 2) for rank in (0, 1)]
-    expected += [PromptRecord(rank, rank, 0, "p", [rank]) for rank in (0, 1)]
-    for number in (0, 1):
-        for rank in (0, 1):
-            expected += [step(number, rank), *slices(number, rank)]
-    expected += [EndRecord(True, rank) for rank in (0, 1)]
-    assert list(TraceReader(merged)) == expected
-
-
-def test_merging_keeps_keys_it_does_not_know(tmp_path: Path) -> None:
-    path = write(tmp_path / "r0.jsonl", [HEADER])
-    with open(path, "a") as file:
-        file.write('{"t":"end","ok":true,"rank":0,"mood":"good"}\n')
-    merged = tmp_path / "all.jsonl"
-    assert merge_traces([path], merged) is None
-    assert merged.read_bytes() == path.read_bytes()
-
-
-def test_what_a_dead_rank_left_is_merged_and_what_it_did_not_is_named(tmp_path: Path) -> None:
-    whole = write(tmp_path / "r0.jsonl", rank_records(0, 2))
-    torn = write(tmp_path / "r1.jsonl", rank_records(1, 2))
-    with open(torn, "rb+") as file:
-        file.truncate(torn.stat().st_size - 5)
-    missing = tmp_path / "r2.jsonl"
-    merged = tmp_path / "all.jsonl"
-    assert merge_traces([whole, torn, missing], merged) == f"{missing}: no such file"
-    trace = read_trace(merged)
-    assert sorted(trace.headers) == [0, 1] and sorted(trace.ends) == [0]
-    assert [key[1:] for key in trace.steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def test_merging_into_what_cannot_be_written_is_no_error_either(tmp_path: Path) -> None:
-    whole = write(tmp_path / "r0.jsonl", rank_records(0, 1))
-    problem = merge_traces([whole], tmp_path)
-    assert problem == f"The trace {tmp_path} is not complete: is a directory; the run went on without it."
-
-
-def test_merging_nothing(tmp_path: Path) -> None:
-    merged = tmp_path / "all.jsonl"
-    assert merge_traces([tmp_path / "a", tmp_path / "b"], merged) == (
-        f"no rank left a trace; {tmp_path / 'a'}: no such file; {tmp_path / 'b'}: no such file"
-    )
-    assert not merged.exists()
