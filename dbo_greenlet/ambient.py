@@ -8,8 +8,8 @@ it and how to put a value back, and every step started from then on treats it as
 
 A value that lives in a `contextvars.ContextVar` needs none of this: each microbatch runs in a context of its own.
 
-This is for microbatches that share a thread. With `carrier="thread"` nothing is saved and restored: what is per thread is
-apart anyway, and a process-wide value is shared.
+This is for microbatches that share a thread. With `carrier="thread"` nothing is saved and restored: what is per thread
+is apart anyway, and a process-wide value is shared.
 """
 
 from __future__ import annotations

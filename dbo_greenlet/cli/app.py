@@ -30,7 +30,8 @@ def _options(
 ) -> None:
     """Dual batch overlap with greenlets: run it, look at a step, replay a run.
 
-    Exit codes: 0 all is well, 1 something was found, 2 the command could not run, 130 Ctrl-C.
+    Exit codes: 0 all is well, 1 something was found, 2 the command could not run, 130 Ctrl-C,
+    143 SIGTERM.
     """
 
 
