@@ -89,7 +89,7 @@ def test_without_an_extra_the_package_needs_greenlet_alone() -> None:
 
 def test_the_extras_that_the_readme_promises_exist() -> None:
     extras = set(importlib.metadata.metadata("dbo-greenlet").get_all("Provides-Extra") or ())
-    assert {"cli", "run", "moe", "vllm", "deepep", "test"} <= extras
+    assert {"cli", "run", "vllm", "deepep", "test"} <= extras
 
 
 def test_no_file_names_a_package_registry() -> None:
