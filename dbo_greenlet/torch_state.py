@@ -241,10 +241,9 @@ def quick_check(
             and (ranges is None or not ranges.used)
         )
     include, exclude = words
-    inference, dispatch_on, grad, forward_grad = (wanted[i] for i in (_INFERENCE, _DISPATCH_ON, _GRAD, _FORWARD_GRAD))
-    multithreading, view_replay, device = (wanted[i] for i in (_MULTITHREADING, _VIEW_REPLAY, _DEVICE))
-    function_on, function_off, nesting = (wanted[i] for i in (_FUNCTION_ON, _FUNCTION_OFF, _NESTING))
-    cache, cpu_dtype, callback = (wanted[i] for i in (_CACHE, _CPU_DTYPE, _CALLBACK))
+    # In the order of the positions above; what is not named is in the words, or known to be empty.
+    (_, _, inference, _, dispatch_on, grad, forward_grad, multithreading, view_replay, _, function_on, function_off,
+     device, nesting, cache, cpu_dtype, callback) = wanted  # fmt: skip
 
     def holds() -> bool:
         return (
