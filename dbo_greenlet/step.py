@@ -17,7 +17,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .errors import ForeignSwitchError, PolicyError, ReceiveHookError, ScheduleDivergence
+from .errors import (
+    ForeignSwitchError,
+    PolicyError,
+    ReceiveHookError,
+    ScheduleDivergence,
+    SchedulerInternalError,
+)
 
 __all__ = ["TRANSITIONS", "Microbatch", "Receive", "State", "Step"]
 
@@ -161,7 +167,7 @@ class Microbatch:
 
     def yield_(self, site: str) -> None:
         """Hand the thread to the hub; returns when the hub resumes this microbatch (defined by the carrier)."""
-        raise NotImplementedError(f"{type(self).__name__} is not a carrier")
+        raise SchedulerInternalError(f"{type(self).__name__} is not a carrier")
 
     # -- receives (law 4) --------------------------------------------------------------------------------------------
 
