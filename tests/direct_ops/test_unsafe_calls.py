@@ -211,6 +211,26 @@ def test_one_yield_line_reached_by_a_plain_call_first_and_through_an_operator_la
         registered.remove()
 
 
+def test_a_step_that_keeps_no_thread_state_looks_all_the_same() -> None:
+    """What it found is remembered for every later step, whatever that one keeps."""
+    for thread_state in (None, "auto", None):
+        with pytest.raises(UnsafeYieldError):
+            Scheduler(strict=False, thread_state=thread_state).run([lambda: custom(X, 3), lambda: custom(X, 4)])
+
+
+def test_a_step_inside_a_step_looks_all_the_same() -> None:
+    inner = Scheduler(strict=False)
+
+    def outer() -> None:
+        inner.run([lambda: mix(X, 1), lambda: mix(X, 2)])
+        for _ in range(2):
+            with pytest.raises(UnsafeYieldError):
+                inner.run([lambda: custom(X, 1), lambda: custom(X, 2)])
+
+    inner.run([lambda: mix(X, 1), lambda: mix(X, 2)])  # its idle carriers were started less deep in the stack
+    Scheduler(strict=False).run([lambda: [outer() for _ in map(str, range(2))]])
+
+
 def stack_bytes(call: Any) -> set[int]:
     """Bytes of C stack between entry and yield, over many calls."""
     hub = getcurrent()
