@@ -1,4 +1,4 @@
-"""What every test of the project shares: one torch thread, strict mode, hypothesis profiles, markers, shared data.
+"""What every test of the project shares: one torch thread, strict mode, hypothesis profiles, markers.
 
 torch is not imported here: the core's tests run on Pythons that have none, and some tests look at whether it is loaded.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -41,15 +40,6 @@ def pytest_runtest_setup() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of recorded data that lies beside a working copy of the project; it is not part of the project."""
-    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip("needs the recorded data in ../shared/data, which is not part of the project")
-    return folder
 
 
 def _has_cuda() -> bool:
