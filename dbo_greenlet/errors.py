@@ -20,7 +20,9 @@ __all__ = [
     "ConfigurationError",
     "DboError",
     "ForeignSwitchError",
+    "IncompatibleHostError",
     "MicrobatchFailed",
+    "NotEngagedError",
     "PolicyError",
     "PromptFileError",
     "RankFailedError",
@@ -64,8 +66,8 @@ class PolicyError(DboError):
     """A policy picked a microbatch that may not run now (law 6, or a finished one), or cannot serve this step."""
 
 
-class MicrobatchFailed(DboError):
-    """A microbatch raised; `__cause__` is what it raised.
+class MicrobatchFailed(DboError, RuntimeError):
+    """A microbatch raised; `__cause__` is what it raised. A RuntimeError, because that is what vLLM's V2 runner raises.
 
     Attributes: `index` and `count` (microbatch `index` of `count`), `slice_number` (0-based slice in which it raised),
     `site` (the yield point it had last passed, "" if none), `secondary` (what siblings raised while they were unwound,
@@ -115,6 +117,14 @@ class ReceiveHookError(DboError):
 
 class ReceiveNotFinishedError(DboError):
     """The result of a dispatch or combine was read before its receive part ran (law 4)."""
+
+
+class IncompatibleHostError(DboError):
+    """The installed vLLM lacks names or signatures that the drop-in replaces; the message lists them."""
+
+
+class NotEngagedError(DboError):
+    """DBO_GREENLET=require is set, and the drop-in cannot take over; the message says why."""
 
 
 class ScheduleDivergence(DboError):

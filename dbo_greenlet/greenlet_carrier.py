@@ -72,6 +72,12 @@ class GreenletMicrobatch(Microbatch):
 
     def park(self, site: str) -> None:
         """`yield_` for a caller that knows it is on this microbatch's own greenlet."""
+        self.hand_over(site)
+        if self.outstanding:
+            self.run_outstanding()
+
+    def hand_over(self, site: str) -> None:
+        """Switch to the hub; returns when the hub switches back. Hosts put their own state on before receives run."""
         self.site = site
         self.parked = True
         go = self.to_hub(self)
@@ -80,17 +86,14 @@ class GreenletMicrobatch(Microbatch):
             raise ForeignSwitchError(
                 f"microbatch {self.index}, parked at {site!r}, was resumed by a greenlet that is not the hub"
             )
-        if self.outstanding:
-            self.run_outstanding()
 
     def body(self) -> None:
         """What the carrier runs. Never raises: the outcome is left in `result` or `error`."""
         try:
             if self.entry is None:
                 raise SchedulerInternalError("a released microbatch was started")
-            context = self.context
-            if context is not None:
-                context.update_stream(context.compute_stream)
+            if self.context is not None:
+                self.context.enter()
             self.result = self.entry()
             self.run_leftovers()
         except BaseException as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,14 @@ class UBatchContext:
             return None
         inbox = microbatch.step.microbatches[self.id].inbox
         return partial(inbox[0].run, microbatch.index) if inbox else None
+
+    def enter(self) -> None:
+        """The microbatch starts: on the compute stream."""
+        self.update_stream(self.compute_stream)
+
+    def compute_scope(self) -> AbstractContextManager[None]:
+        """The compute stream is current inside."""
+        return self.device.stream_scope(self.compute_stream)
 
     def update_stream(self, stream: Stream) -> None:
         """Make `stream` current; nothing happens where it is already."""

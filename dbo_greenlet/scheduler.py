@@ -146,6 +146,8 @@ class Scheduler:
             raise ConfigurationError(f"watchdog={watchdog!r} must be a positive number of seconds, or None for off")
         self.policy: Policy = RoundRobin() if policy is None else policy
         self.carrier = carrier
+        # A host that keeps ambient state of its own at each switch runs its own kind of microbatch.
+        self.microbatch_type = CARRIERS[carrier][0]
         self.strict = _strict_from_environment() if strict is None else strict
         self.thread_state = thread_state
         self.instruments = list(instruments)
@@ -171,7 +173,7 @@ class Scheduler:
             raise ConfigurationError(f"a step has 1 to {MAX_MICROBATCHES} microbatches, not {count}")
         if contexts is not None and len(contexts) != count:
             raise ConfigurationError(f"{len(contexts)} contexts for {count} microbatches; pass one for each")
-        kind, run_step = CARRIERS[self.carrier]
+        kind, run_step = self.microbatch_type, CARRIERS[self.carrier][1]
         step = Step(
             [kind(i, entry, contexts[i] if contexts else None) for i, entry in enumerate(entries)],
             getattr(self.policy, "name", type(self.policy).__name__),

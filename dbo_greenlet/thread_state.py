@@ -48,6 +48,7 @@ class TorchThreadState:
     Args:
         device: whose current stream is kept apart. None: CUDA's, if CUDA is in use.
         ambient: (save, restore) pairs to keep apart instead of the registered ones.
+        stream: False where the host puts each microbatch's stream on itself.
     """
 
     __slots__ = (
@@ -59,14 +60,18 @@ class TorchThreadState:
         "_extras",
         "_parked",
         "_seen",
+        "_stream",
         "_threads",
         "_values",
         "unchanged",
     )
 
-    def __init__(self, device: Device | None = None, ambient: tuple[Pair, ...] | None = None) -> None:
+    def __init__(
+        self, device: Device | None = None, ambient: tuple[Pair, ...] | None = None, *, stream: bool = True
+    ) -> None:
         self._device = device
         self._ambient = ambient
+        self._stream = stream
         self._threads: dict[int, Baseline] = {}
         self._parked: list[Parked] = []
 
@@ -78,17 +83,22 @@ class TorchThreadState:
         device = self._device
         if device is not None:
             extras = ((device.current_stream, device.set_stream), *extras)
+        quick = len(extras) == (device is not None) and not profiling.used
+        cuda_device = None
         if _HAS_CUDA and torch.cuda.is_initialized():
-            extras = (*extras, *_cuda_pairs(with_stream=device is None))
+            with_stream = device is None and self._stream
+            extras = (*extras, *_cuda_pairs(with_stream))
+            quick = quick and not with_stream
+            cuda_device = torch._C._cuda_getDevice
         self._extras = extras
         self._values = [save() for save, _ in extras]
         self._depth = profiling.depth()
         self._seen: Observation = observe()
         self._base = Baseline(self._seen)
-        if len(extras) > (device is not None) or profiling.used:
-            self.unchanged = self._unchanged_with_extras
+        if quick:
+            self.unchanged = quick_check(self._seen, device and device.current_stream, profiling, cuda_device)
         else:
-            self.unchanged = quick_check(self._seen, device and device.current_stream, profiling)
+            self.unchanged = self._unchanged_with_extras
         self._engaged = direct_ops.engage()
 
     def leave(self, microbatch: Microbatch) -> None:

@@ -223,22 +223,28 @@ def _hide_from_function_modes(seen: Observation, wanted: Observation) -> bool:
 
 
 def quick_check(
-    wanted: Observation, current_stream: Callable[[], Any] | None = None, ranges: Any = None
+    wanted: Observation,
+    current_stream: Callable[[], Any] | None = None,
+    ranges: Any = None,
+    cuda_device: Callable[[], int] | None = None,
 ) -> Callable[[], bool]:
     """A function that says whether the thread's state is `wanted`: `observe() == wanted` at a third of its price.
 
     Every component is compared; only the key sets are read in another way, where `key_sets` has one. With
     `current_stream`, what it answers now is part of the state; with `ranges` (the module `profiling`), that none of
-    them was ever opened. A closure and not a method, because this is what a yield spends most of its time on: what it
+    them was ever opened; with `cuda_device`, the current device and CUDA's autocast dtype. A closure and not a method, because this is what a yield spends most of its time on: what it
     compares with is then at hand.
     """
     stream = None if current_stream is None else current_stream()
+    device_index = None if cuda_device is None else cuda_device()
+    cuda_dtype = _autocast_dtype("cuda")
     words = key_sets.view()
     if words is None or wanted[_DISPATCH] or wanted[_FUNCTION]:
         return lambda: (
             observe() == wanted
             and (current_stream is None or current_stream() is stream)
             and (ranges is None or not ranges.used)
+            and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
         )
     include, exclude = words
     # In the order of the positions above; what is not named is in the words, or known to be empty.
@@ -266,6 +272,7 @@ def quick_check(
             and _frame_callback() is callback
             and (current_stream is None or current_stream() is stream)
             and (ranges is None or not ranges.used)
+            and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
         )
 
     return holds

@@ -164,7 +164,7 @@ def dbo_get_previous_event(func: Callable[..., R], *args: Any, **kwargs: Any) ->
         if microbatch is not None:
             if microbatch.context is None:
                 return func(*args, **kwargs)
-            with microbatch.context.device.stream_scope(microbatch.context.compute_stream):
+            with microbatch.context.compute_scope():
                 return func(*args, **kwargs)
     return None
 

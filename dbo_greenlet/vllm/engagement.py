@@ -1,0 +1,150 @@
+"""Whether, and how, a runner of vLLM's runs its microbatches as greenlets.
+
+The question is asked once for each runner, where vLLM constructs it: in a worker, with microbatching switched on, after
+the model is loaded. Until then nothing has been tried and nothing has been paid for; the front end, the registry's
+subprocess and servers without DBO never get here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ConfigurationError, NotEngagedError
+from .settings import Settings
+
+__all__ = ["decide", "logger", "look_at_flags"]
+
+# Under vLLM's own logger, so that its handlers, format and level apply.
+logger = logging.getLogger("vllm.plugins.dbo_greenlet")
+
+
+def decide(vllm_config: Any, runner: Any) -> bool:
+    """Whether `runner`, an instance of vLLM's V1 or V2 runner, engages. Logs one line either way.
+
+    Raises:
+        ConfigurationError: vLLM has accepted flags on which it would break; the message says which and what to do.
+        NotEngagedError: DBO_GREENLET=require, and it does not engage.
+    """
+    settings = Settings.from_environment()
+    try:
+        reason = _engage(vllm_config, runner, settings)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        # Whatever goes wrong in here, the server would have started without us, and does.
+        logger.debug("dbo_greenlet could not engage", exc_info=True)
+        reason = f"unexpected {type(error).__name__}: {error}"
+    if reason is None:
+        return True
+    _leave(reason, settings)
+    return False
+
+
+def look_at_flags(vllm_config: Any, enable_dbo: bool, ubatch_size: int) -> None:
+    """In the front end: one line where flags ask for microbatches and greenlets will not carry them.
+
+    Args:
+        vllm_config: what vLLM made of the flags.
+        enable_dbo, ubatch_size: the flags as the user gave them; a platform may have switched them off since.
+
+    Raises:
+        ConfigurationError, NotEngagedError: as `decide`.
+    """
+    if not (enable_dbo or ubatch_size > 1):
+        return
+    from .checks import Facts, examine
+
+    settings = Settings.from_environment()
+    facts = replace(Facts.of_config(vllm_config), enable_dbo=enable_dbo, ubatch_size=ubatch_size)
+    verdict = examine(facts, settings)
+    if verdict.refuse:
+        raise ConfigurationError(verdict.reason)
+    if not verdict.engages:
+        _leave(verdict.reason, settings)
+
+
+def _leave(reason: str, settings: Settings) -> None:
+    if settings.mode == "require":
+        raise NotEngagedError(f"DBO_GREENLET=require is set, but microbatches cannot run as greenlets: {reason}")
+    logger.warning("Microbatches are left to vLLM's own implementation, not run as greenlets: %s", reason)
+
+
+def _engage(vllm_config: Any, runner: Any, settings: Settings) -> str | None:
+    """Make everything ready for `runner`; returns why not, or None."""
+    from .checks import Facts, examine
+    from .compat import problems_installed
+
+    version = "V2" if any(kind.__name__ == "UBatchRunner" for kind in type(runner).__mro__) else "V1"
+    facts = replace(
+        Facts.of_config(vllm_config),
+        v2_runner=version == "V2",
+        custom_runner=_own_subclass(runner),
+        compat_problems=tuple(problems_installed(version)),
+    )
+    verdict = examine(facts, settings)
+    if verdict.refuse:
+        raise ConfigurationError(verdict.reason)
+    if not verdict.engages:
+        return verdict.reason
+    from .selftest_cache import selftest_problem
+
+    if problem := selftest_problem():
+        return examine(replace(facts, selftest=problem), settings).reason
+    from .patching import make_operators_direct
+
+    make_operators_direct()
+    rank, world = vllm_config.parallel_config.data_parallel_rank, vllm_config.parallel_config.data_parallel_size
+    _observe(vllm_config, settings, rank, world, version)
+    logger.info(
+        "Microbatches run as greenlets: dbo_greenlet %s, vLLM %s, %s runner, policy round-robin, rank %d of %d%s",
+        facts.package,
+        facts.vllm,
+        version,
+        rank,
+        world,
+        f", every {settings.trace_every}th step recorded to {settings.trace_dir}" if settings.trace_dir else "",
+    )
+    return None
+
+
+def _own_subclass(runner: Any) -> str | None:
+    kind = type(runner)
+    return None if kind.__module__.startswith("vllm.") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _observe(vllm_config: Any, settings: Settings, rank: int, world: int, version: str) -> None:
+    from . import decisions
+    from .counters import counters
+    from .prometheus import publish
+
+    decisions.install()
+    publish(counters)
+    if settings.trace_dir is None:
+        return
+    from .recording import ServerTrace
+    from .step import record_to
+
+    parallel = vllm_config.parallel_config
+    trace = ServerTrace(
+        settings.trace_dir,
+        every=settings.trace_every,
+        megabytes=settings.trace_megabytes,
+        rank=rank,
+        world=world,
+        settings={
+            "engine": "vllm",
+            "runner": version,
+            "policy": "round-robin",
+            "carrier": "greenlet",
+            "microbatches": parallel.num_ubatches,
+            "decode_threshold": parallel.dbo_decode_token_threshold,
+            "prefill_threshold": parallel.dbo_prefill_token_threshold,
+            "all2all_backend": parallel.all2all_backend,
+            "every": settings.trace_every,
+            "model": str(vllm_config.model_config.model),
+        },
+    )
+    record_to(trace)
+    decisions.listeners.append(lambda decision: None if decision.split else trace.unsplit_step(decision))

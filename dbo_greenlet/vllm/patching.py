@@ -1,0 +1,158 @@
+"""Putting the drop-in's methods in the place of vLLM's, and taking them out again.
+
+Classes keep their identity and their names: `isinstance`, subclasses, `__getattr__`, `unwrap` and every `from ...
+import` that somebody made go on working. (Replacing whole modules or classes was rejected: it depends on who imported
+what first, and hides what later versions of vLLM add to them.)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..errors import ConfigurationError, IncompatibleHostError
+from .after_import import after_import, forget
+
+__all__ = [
+    "REPLACED",
+    "install",
+    "install_when_imported",
+    "is_installed",
+    "make_operators_direct",
+    "uninstall",
+]
+
+# What is replaced, for whoever wants to know.
+REPLACED: tuple[str, ...] = (
+    "vllm.v1.worker.ubatching.UBatchContext._cpu_yield",
+    "vllm.v1.worker.ubatching.UBatchContext.recv_hook",
+    "vllm.v1.worker.ubatching.dbo_* (their code)",
+    "vllm.v1.worker.gpu_ubatch_wrapper.UBatchWrapper._run_ubatches",
+    "vllm.v1.worker.gpu_ubatch_wrapper.UBatchWrapper._capture_ubatches",
+    "vllm.v1.worker.gpu.ubatch_utils.UBatchRunner.begin_capturable_run",
+    "vllm.v1.worker.gpu.ubatch_utils.UBatchRunner.abort_pending_run",
+    "torch.ops.vllm.moe_forward (called directly while a microbatch runs)",
+    "torch.ops.vllm.moe_forward_shared (the same)",
+    "torch.ops.vllm.transformers_moe_forward (the same)",
+)
+
+# vLLM registers its MoE operators when these modules are imported.
+_OPERATORS = ("vllm::moe_forward", "vllm::moe_forward_shared", "vllm::transformers_moe_forward")
+
+# vLLM's module -> what of ours replaces methods in it.
+_ROOMS = {
+    "vllm.v1.worker.gpu_ubatch_wrapper": "ubatch_wrapper",
+    "vllm.v1.worker.gpu.ubatch_utils": "ubatch_runner",
+}
+
+Decide = Callable[[Any, Any], bool]
+
+# Our modules that have replaced something, in that order.
+_installed: list[Any] = []
+
+
+def is_installed() -> bool:
+    """Whether anything of vLLM is replaced in this process."""
+    return bool(_installed)
+
+
+def install(decide: Callable[[Any], bool] | None = None) -> None:
+    """Import vLLM's runners and replace their methods, now. Twice is harmless; the first `decide` stays.
+
+    Args:
+        decide: takes the vLLM configuration of a runner that is being constructed and says whether its microbatches
+            run as greenlets. None decides as `engagement.decide` does: by versions, flags and the self-test.
+
+    Raises:
+        IncompatibleHostError: vLLM lacks something that is relied on. Nothing is replaced then.
+    """
+    from .compat import problems_installed
+
+    if problems := problems_installed():
+        raise IncompatibleHostError("the installed vLLM is not as expected: " + "; ".join(problems))
+    if decide is None:
+        from .engagement import decide as chosen
+    else:
+
+        def chosen(config: Any, runner: Any) -> bool:
+            return decide(config)
+
+    for module in _ROOMS:
+        if _has_runner(module):
+            _replace_in(module, chosen)
+
+
+def install_when_imported(decide: Decide, failed: Callable[[Exception], None]) -> None:
+    """Replace the methods of each runner once vLLM imports it; in a process that never does, nothing happens.
+
+    What vLLM lacks is found out later, by `decide`. Only where even the methods are missing, or cannot be replaced,
+    `failed` is called, and nothing is replaced.
+    """
+
+    def act(module: str) -> None:
+        try:
+            if _has_runner(module):
+                _replace_in(module, decide)
+        except Exception as error:
+            uninstall()
+            failed(error)
+
+    for module in _ROOMS:
+        after_import(module, partial(act, module))
+
+
+def uninstall() -> None:
+    """Put everything back as vLLM made it."""
+    for module in _ROOMS:
+        forget(module)
+    while _installed:
+        _installed.pop().restore()
+
+
+def _has_runner(module: str) -> bool:
+    """Whether the installed vLLM has microbatches there: V2's module is older than its runner (0.30)."""
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return False
+    return hasattr(found, "UBatchWrapper") or hasattr(found, "UBatchRunner")
+
+
+def _replace_in(module: str, decide: Decide) -> None:
+    from . import ubatching
+
+    room = importlib.import_module(f".{_ROOMS[module]}", __package__)
+    if room in _installed:
+        return
+    if ubatching not in _installed:
+        _installed.append(ubatching)  # first: half-done work is undone
+        ubatching.replace()
+    _installed.append(room)
+    room.replace(decide)
+
+
+def make_operators_direct() -> list[str]:
+    """Let vLLM's MoE operators be called without a C++ frame while a microbatch runs; returns those that were found.
+
+    The operators exist once the model is loaded, which is before a runner is constructed.
+
+    Raises:
+        ConfigurationError: the MoE layer's own operators were found and cannot be called directly.
+    """
+    from ..direct_ops import KNOWN_IMPLEMENTATIONS, register_direct_op
+
+    found = []
+    for name in _OPERATORS:
+        module = KNOWN_IMPLEMENTATIONS[name].partition(":")[0]
+        try:
+            importlib.import_module(module)
+            register_direct_op(name)
+        except (ImportError, ConfigurationError):
+            # The transformers backend is optional, and its operator with it. Without the other two nothing works.
+            if name == "vllm::transformers_moe_forward":
+                continue
+            raise
+        found.append(name)
+    return found

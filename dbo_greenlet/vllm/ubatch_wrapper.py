@@ -1,0 +1,130 @@
+"""vLLM's V1 runner, `UBatchWrapper`: who runs is replaced, what runs is not.
+
+Slicing, metadata, forward contexts, SM control, the decision which graph serves a step, the replay: all of it stays
+vLLM's. Two methods start threads, and those two are replaced; `__call__` is watched to count replays, and `__init__` to
+decide, once for each wrapper, whether it engages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available, override_forward_context
+from vllm.v1.worker import gpu_ubatch_wrapper as host
+from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
+
+from .capture import graph_capture, make_blas_handles
+from .counters import counters
+from .step import run_step
+
+__all__ = ["is_engaged", "replace", "restore"]
+
+_METHODS = ("__init__", "__call__", "_run_ubatches", "_capture_ubatches")
+_original: dict[str, Callable[..., Any]] = {name: UBatchWrapper.__dict__[name] for name in _METHODS}
+
+# Set on a wrapper that engages. In its __dict__, so that `UBatchWrapper.__getattr__` never asks the model for it.
+_ENGAGED = "_dbo_greenlet_engaged"
+
+_decide: Callable[[Any, Any], bool] | None = None
+
+
+def is_engaged(wrapper: UBatchWrapper) -> bool:
+    """Whether this wrapper's microbatches run as greenlets."""
+    return _ENGAGED in wrapper.__dict__
+
+
+def _init(self: UBatchWrapper, *args: Any, **kwargs: Any) -> None:
+    _original["__init__"](self, *args, **kwargs)
+    if _decide is not None and _decide(self.vllm_config, self):
+        self.__dict__[_ENGAGED] = True
+
+
+def _call(self: UBatchWrapper, *args: Any, **kwargs: Any) -> Any:
+    if _ENGAGED in self.__dict__:
+        context = get_forward_context()
+        slices = context.ubatch_slices
+        full = slices is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+        if full and sum(each.num_tokens for each in slices) in self.cudagraphs:
+            counters.executed("replayed")
+    return _original["__call__"](self, *args, **kwargs)
+
+
+def _run_ubatches(self: UBatchWrapper, ubatch_metadata: list[Any], model: Callable[..., Any]) -> Any:
+    if _ENGAGED not in self.__dict__:
+        return _original["_run_ubatches"](self, ubatch_metadata, model)
+    # The microbatches put their own forward contexts on; this gives the caller's back.
+    slices = _slices()
+    with override_forward_context(None):
+        return _join(_run(ubatch_metadata, model, "eager", slices))
+
+
+def _capture_ubatches(self: UBatchWrapper, ubatch_metadata: list[Any], model: Callable[..., Any]) -> Any:
+    if _ENGAGED not in self.__dict__:
+        return _original["_capture_ubatches"](self, ubatch_metadata, model)
+    first = ubatch_metadata[0].context
+    slices = _slices()
+    with override_forward_context(None):
+        # On this thread and outside the capture: a handle made inside one is an error.
+        make_blas_handles(first.compute_stream, first.comm_stream)
+        captured = host.CUDAGraphMetaData(cudagraph=torch.cuda.CUDAGraph(), ubatch_metadata=ubatch_metadata)
+        pool = self.graph_pool
+        host.set_graph_pool_id(host.current_platform.graph_pool_handle() if pool is None else pool)
+        offloader = host.get_offloader()
+        offloader.sync_prev_onload()
+        with graph_capture(captured.cudagraph, stream=first.compute_stream, pool=pool):
+            captured.outputs = _join(_run(ubatch_metadata, model, "captured", slices))
+            # The last layer's prefetch forks a stream that has to be joined before the capture ends.
+            offloader.join_after_forward()
+        # Only now: a capture that failed leaves no entry that a later step would replay.
+        self.cudagraphs[sum(each.num_tokens for each in ubatch_metadata)] = captured
+    return captured.outputs
+
+
+def _slices() -> Any:
+    # The caller's forward context knows them; a subclass may run microbatches without one.
+    return get_forward_context().ubatch_slices if is_forward_context_available() else None
+
+
+def _run(ubatch_metadata: list[Any], model: Callable[..., Any], kind: str, slices: Any) -> list[Any]:
+    calls = [
+        partial(
+            model,
+            input_ids=each.input_ids,
+            positions=each.positions,
+            intermediate_tensors=each.intermediate_tensors,
+            inputs_embeds=each.inputs_embeds,
+        )
+        for each in ubatch_metadata
+    ]
+    return run_step([each.context for each in ubatch_metadata], calls, kind=kind, slices=slices)
+
+
+def _join(outputs: list[Any]) -> Any:
+    # Versions before 0.24 know one kind of output.
+    join = getattr(host, "_cat_ubatch_outputs", None)
+    return torch.cat(outputs, dim=0) if join is None else join(outputs)
+
+
+_REPLACEMENTS = dict(zip(_METHODS, (_init, _call, _run_ubatches, _capture_ubatches), strict=True))
+for _name, _method in _REPLACEMENTS.items():
+    update_wrapper(_method, _original[_name])  # signature and text stay vLLM's
+
+
+def replace(decide: Callable[[Any, Any], bool]) -> None:
+    """Put the replacements in; `decide(vllm_config, wrapper)` says whether a new wrapper engages."""
+    global _decide
+    _decide = decide
+    for name, method in _REPLACEMENTS.items():
+        setattr(UBatchWrapper, name, method)
+
+
+def restore() -> None:
+    """Put vLLM's own methods back; wrappers that were engaged go on with threads."""
+    global _decide
+    _decide = None
+    for name, method in _original.items():
+        setattr(UBatchWrapper, name, method)
