@@ -57,7 +57,8 @@ def look_at_flags(vllm_config: Any, enable_dbo: bool, ubatch_size: int) -> None:
     from .checks import Facts, examine
 
     settings = Settings.from_environment()
-    facts = replace(Facts.of_config(vllm_config), enable_dbo=enable_dbo, ubatch_size=ubatch_size)
+    count = 2 if enable_dbo else ubatch_size
+    facts = replace(Facts.of_config(vllm_config), enable_dbo=enable_dbo, ubatch_size=ubatch_size, num_ubatches=count)
     verdict = examine(facts, settings)
     if verdict.refuse:
         raise ConfigurationError(verdict.reason)
@@ -76,13 +77,9 @@ def _engage(vllm_config: Any, runner: Any, settings: Settings) -> str | None:
     from .checks import Facts, examine
     from .compat import problems_installed
 
-    version = "V2" if any(kind.__name__ == "UBatchRunner" for kind in type(runner).__mro__) else "V1"
-    facts = replace(
-        Facts.of_config(vllm_config),
-        v2_runner=version == "V2",
-        custom_runner=_own_subclass(runner),
-        compat_problems=tuple(problems_installed(version)),
-    )
+    facts = Facts.of_config(vllm_config, runner=runner)
+    version = "V2" if facts.v2_runner else "V1"
+    facts = replace(facts, compat_problems=tuple(problems_installed(version)))
     verdict = examine(facts, settings)
     if verdict.refuse:
         raise ConfigurationError(verdict.reason)
@@ -107,11 +104,6 @@ def _engage(vllm_config: Any, runner: Any, settings: Settings) -> str | None:
         f", every {settings.trace_every}th step recorded to {settings.trace_dir}" if settings.trace_dir else "",
     )
     return None
-
-
-def _own_subclass(runner: Any) -> str | None:
-    kind = type(runner)
-    return None if kind.__module__.startswith("vllm.") else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _observe(vllm_config: Any, settings: Settings, rank: int, world: int, version: str) -> None:

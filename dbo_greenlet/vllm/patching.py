@@ -77,7 +77,10 @@ def install(decide: Callable[[Any], bool] | None = None) -> None:
     else:
 
         def chosen(config: Any, runner: Any) -> bool:
-            return decide(config)
+            if not decide(config):
+                return False
+            make_operators_direct()
+            return True
 
     for module in _ROOMS:
         if _has_runner(module):
