@@ -111,6 +111,10 @@ class ReceiveHookError(DboError):
         runner = "the hub" if ran_by is None else f"microbatch {ran_by}"
         super().__init__(f"the receive hook that microbatch {owner} registered before {site!r} failed; {runner} ran it")
 
+    def __str__(self) -> str:
+        text: str = self.args[0]
+        return text if self.__cause__ is None else f"{text}: {type(self.__cause__).__name__}: {self.__cause__}"
+
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.owner, self.ran_by, self.site))
 

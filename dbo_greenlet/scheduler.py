@@ -99,6 +99,10 @@ class StepHooks:
                 logger.exception("instrument %r raised and is removed", getattr(method, "__self__", method))
 
 
+# What the scheduler finds wrong and raises inside a microbatch, at its own yield point. It names the microbatch
+# already, so it reaches the caller as it is; everything else that comes out of a microbatch is wrapped.
+_OURS = (ScheduleDivergence, ForeignSwitchError, ReceiveHookError, PolicyError, SchedulerInternalError)
+
 CARRIERS: dict[str, tuple[type[Microbatch], Callable[..., None]]] = {
     "greenlet": (greenlet_carrier.GreenletMicrobatch, greenlet_carrier.run_step),
     "thread": (thread_carrier.ThreadMicrobatch, thread_carrier.run_step),
@@ -127,6 +131,9 @@ class Scheduler:
     Raises:
         ConfigurationError: a setting that cannot work.
     """
+
+    # A host whose callers expect one kind of error for whatever happens in a microbatch leaves this empty.
+    passed_on: tuple[type[Exception], ...] = _OURS
 
     def __init__(
         self,
@@ -222,7 +229,7 @@ class Scheduler:
             if watched is not None:
                 watched.stop()
         if step.failed_index is not None:
-            _raise_failed(step, step.failed_index)
+            _raise_failed(step, step.failed_index, self.passed_on)
         if finish := getattr(self.policy, "finish", None):
             finish(step)
 
@@ -240,19 +247,14 @@ class Scheduler:
         return f"Scheduler(policy={self.policy!r}, carrier={self.carrier!r}, strict={self.strict})"
 
 
-# What the scheduler finds wrong and raises inside a microbatch, at its own yield point. It names the microbatch
-# already, so it reaches the caller as it is; everything else that comes out of a microbatch is wrapped.
-_OURS = (ScheduleDivergence, ForeignSwitchError, ReceiveHookError, PolicyError, SchedulerInternalError)
-
-
-def _raise_failed(step: Step, index: int) -> None:
+def _raise_failed(step: Step, index: int, passed_on: tuple[type[Exception], ...]) -> None:
     failed = step.microbatches[index]
     secondary = [
         (m.index, m.error)
         for m in step.microbatches
         if m is not failed and m.error is not None and not isinstance(m.error, StepAborted)
     ]
-    error = _what_to_raise(step, failed, secondary)
+    error = _what_to_raise(step, failed, secondary, passed_on)
     cause = failed.error
     try:
         if error is cause:
@@ -264,7 +266,12 @@ def _raise_failed(step: Step, index: int) -> None:
         del error, cause, failed, secondary
 
 
-def _what_to_raise(step: Step, failed: Microbatch, secondary: list[tuple[int, BaseException]]) -> BaseException:
+def _what_to_raise(
+    step: Step,
+    failed: Microbatch,
+    secondary: list[tuple[int, BaseException]],
+    passed_on: tuple[type[Exception], ...],
+) -> BaseException:
     for _, error in secondary:
         if not isinstance(error, Exception):
             return error  # KeyboardInterrupt, SystemExit: whoever asked to stop is not to be answered "failed"
@@ -273,7 +280,7 @@ def _what_to_raise(step: Step, failed: Microbatch, secondary: list[tuple[int, Ba
         return SchedulerInternalError(f"microbatch {failed.index} failed without an error")
     if not isinstance(cause, Exception):
         return cause
-    if isinstance(cause, _OURS) and not hasattr(cause, "_left_a_step"):
+    if isinstance(cause, passed_on) and not hasattr(cause, "_left_a_step"):
         return cause
     failure = MicrobatchFailed(failed.index, step.count, failed.slice_number, failed.site)
     failure.secondary.extend(secondary)

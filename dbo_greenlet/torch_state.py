@@ -232,8 +232,8 @@ def quick_check(
 
     Every component is compared; only the key sets are read in another way, where `key_sets` has one. With
     `current_stream`, what it answers now is part of the state; with `ranges` (the module `profiling`), that none of
-    them was ever opened; with `cuda_device`, the current device and CUDA's autocast dtype. A closure and not a method, because this is what a yield spends most of its time on: what it
-    compares with is then at hand.
+    them was ever opened; with `cuda_device`, the current device and CUDA's autocast dtype. A closure and not a method,
+    because this is what a yield spends most of its time on: what it compares with is then at hand.
     """
     stream = None if current_stream is None else current_stream()
     device_index = None if cuda_device is None else cuda_device()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.ubatching import UBatchContext
 
 from ..policy import RoundRobin
@@ -14,7 +13,7 @@ from ..schedule import Schedule
 from ..scheduler import Scheduler, StepResult
 from ..thread_state import TorchThreadState
 from .counters import counters
-from .ubatching import HostMicrobatch, registered
+from .ubatching import HostMicrobatch, current_stream, registered
 
 if TYPE_CHECKING:
     from .recording import ServerTrace
@@ -23,7 +22,13 @@ __all__ = ["HostScheduler", "record_to", "run_step"]
 
 
 class HostScheduler(Scheduler):
-    """The scheduler with vLLM's microbatches: round robin, as vLLM's threads hand over."""
+    """The scheduler with vLLM's microbatches: round robin, as vLLM's threads hand over.
+
+    Whatever a microbatch raises, a failed receive included, comes out as vLLM's V2 runner says it: "Microbatch i of n
+    failed", with that as the cause.
+    """
+
+    passed_on = ()
 
     def __init__(self, instruments: Iterable[Any] = ()) -> None:
         # The stream is kept by vLLM's own methods (`HostMicrobatch`), so it is not compared at each switch.

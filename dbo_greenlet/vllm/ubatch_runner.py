@@ -14,13 +14,13 @@ from functools import partial, update_wrapper
 from typing import Any
 
 from vllm.forward_context import override_forward_context
-from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.gpu import ubatch_utils as host
 from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner
 
 from ..errors import ConfigurationError
 from .capture import captures_tolerate_other_threads, make_blas_handles
 from .step import run_step
+from .ubatching import current_stream
 
 __all__ = ["is_engaged", "replace", "restore"]
 
