@@ -41,10 +41,10 @@ def is_engaged(runner: UBatchRunner) -> bool:
 class PendingRun:
     """A step that is prepared: vLLM's forward context is cleared and SMs are reserved until it ran or is dropped."""
 
-    def __init__(self, runner: UBatchRunner, stack: ExitStack, run: Callable[[], Any]) -> None:
+    def __init__(self, runner: UBatchRunner, stack: ExitStack, run: Callable[[], list[Any]]) -> None:
         self._runner = runner
         self._stack = stack
-        self._run: Callable[[], Any] | None = run
+        self._run: Callable[[], list[Any]] | None = run
 
     def __call__(self) -> Any:
         """Run the step and return the merged output.
@@ -57,9 +57,11 @@ class PendingRun:
         if run is None:
             raise ConfigurationError("a capturable run can be finished once; begin another one")
         try:
-            return run()
+            outputs = run()
         finally:
             self.drop()
+        # With the caller's forward context on and all SMs given back, as vLLM merges.
+        return host.merge_ubatch_outputs(outputs)
 
     def drop(self) -> None:
         """Give back what was reserved, without running the model."""
@@ -109,10 +111,8 @@ def _begin_capturable_run(
             entered.enter_context(captures_tolerate_other_threads())
         stack = entered.pop_all()
 
-    def run() -> Any:
-        kind = "captured" if for_capture else "eager"
-        return host.merge_ubatch_outputs(run_step(contexts, calls, kind=kind, slices=slices))
-
+    kind = "captured" if for_capture else "eager"
+    run = partial(run_step, contexts, calls, kind=kind, slices=slices)
     self._pending_finish = pending = PendingRun(self, stack, run)
     return pending
 

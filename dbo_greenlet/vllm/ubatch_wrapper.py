@@ -59,7 +59,8 @@ def _run_ubatches(self: UBatchWrapper, ubatch_metadata: list[Any], model: Callab
     # The microbatches put their own forward contexts on; this gives the caller's back.
     slices = _slices()
     with override_forward_context(None):
-        return _join(_run(ubatch_metadata, model, "eager", slices))
+        outputs = _run(ubatch_metadata, model, "eager", slices)
+    return _join(outputs)
 
 
 def _capture_ubatches(self: UBatchWrapper, ubatch_metadata: list[Any], model: Callable[..., Any]) -> Any:
