@@ -135,7 +135,7 @@ def _observe(vllm_config: Any, settings: Settings, rank: int, world: int, versio
             "prefill_threshold": parallel.dbo_prefill_token_threshold,
             "all2all_backend": parallel.all2all_backend,
             "every": settings.trace_every,
-            "model": str(vllm_config.model_config.model),
+            "model": str(getattr(vllm_config.model_config, "model", "")),
         },
     )
     record_to(trace)

@@ -92,6 +92,7 @@ def run_step(
     except BaseException as raised:
         error = raised
         counters.executed("failed")
+        _forget_shared_outputs(contexts)
         raise
     finally:
         if current_stream() is not stream:
@@ -102,6 +103,19 @@ def run_step(
             tokens = bounds[-1][1] if bounds else 0
             trace.split_step(kind=kind, slices=bounds, tokens=tokens, padded=tokens, schedule=schedule, error=error)
         error = None
+
+
+def _forget_shared_outputs(contexts: Sequence[UBatchContext]) -> None:
+    """Let vLLM's MoE layers forget what an unwound microbatch computed and never fetched.
+
+    A layer keeps the output of its shared experts from before the combine until after it, one slot a microbatch, and
+    refuses to compute over a full slot. A microbatch that is unwound in between leaves it full, and every later step
+    would fail.
+    """
+    for layer in (getattr(contexts[0].forward_context, "no_compile_layers", None) or {}).values():
+        kept = getattr(getattr(layer, "_shared_experts", None), "_output", None)
+        if isinstance(kept, list):
+            kept[:] = [None] * len(kept)
 
 
 def _bounds(slices: Sequence[Any] | None) -> list[list[int]]:
