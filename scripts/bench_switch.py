@@ -131,8 +131,8 @@ class FreeStream:
     """Stands for a stream where only the hand-off is timed."""
 
 
-def vllm_hand_off(yields: int) -> float:
-    """Microseconds of vLLM's own hand-off, two threads, its `dbo_yield` round its own `UBatchContext`."""
+def vllm_contexts(barrier: threading.Barrier) -> tuple[list[Any], FreeStream]:
+    """Two of vLLM's own `UBatchContext`, and the stream of both."""
     from vllm import forward_context
     from vllm.utils import torch_utils
     from vllm.v1.worker import ubatching
@@ -141,12 +141,46 @@ def vllm_hand_off(yields: int) -> float:
     if not hasattr(torch_utils, "_current_stream_tls"):
         raise RuntimeError("this vLLM keeps its current stream in another place")
     original_event, torch.Event = torch.Event, lambda *a, **k: object()
-    barrier = threading.Barrier(3)
     try:
         contexts = ubatching.make_ubatch_contexts(2, stream, stream, [None, None], barrier)
     finally:
         torch.Event = original_event
     forward_context._forward_context = None
+    torch_utils._current_stream_tls.value = stream
+    return contexts, stream
+
+
+def vllm_drop_in_hand_off(yields: int) -> float:
+    """Microseconds of the drop-in's hand-off: vLLM's `dbo_yield` and contexts, carried by greenlets."""
+    from vllm.v1.worker import ubatching
+
+    from dbo_greenlet.vllm import patching
+    from dbo_greenlet.vllm.step import run_step
+
+    patching.install(lambda config: True)
+    try:
+        contexts, _ = vllm_contexts(threading.Barrier(3))
+        spans: list[float] = []
+
+        def body() -> None:
+            spans.append(time.perf_counter())
+            for _ in range(yields):
+                ubatching.dbo_yield()
+            spans.append(time.perf_counter())
+
+        run_step(contexts, [body, body], kind="eager")
+    finally:
+        patching.uninstall()
+    return (max(spans) - min(spans)) / (2 * yields) * 1e6
+
+
+def vllm_hand_off(yields: int) -> float:
+    """Microseconds of vLLM's own hand-off, two threads, its `dbo_yield` round its own `UBatchContext`."""
+    from vllm.utils import torch_utils
+    from vllm.v1.worker import ubatching
+
+    barrier = threading.Barrier(3)
+    contexts, stream = vllm_contexts(barrier)
     spans: list[float] = []
 
     def body(context: Any) -> None:
@@ -197,6 +231,8 @@ def rows(quick: bool) -> dict[str, tuple[str, Callable[[], float]]]:
         )
         if importlib.util.find_spec("vllm") is not None:
             table[f"hand-off: {place} threads of vLLM"] = ("us", placed(place, lambda: vllm_hand_off(thread_yields)))
+    if importlib.util.find_spec("vllm") is not None:
+        table["hand-off: greenlets in vLLM"] = ("us", lambda: vllm_drop_in_hand_off(yields))
     table["start and join: greenlets"] = ("us", lambda: start_and_join("greenlet", steps))
     for place in PLACES:
         table[f"start and join: {place} threads"] = ("us", placed(place, lambda: start_and_join("thread", steps // 5)))
