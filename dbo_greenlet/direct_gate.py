@@ -24,7 +24,13 @@ _exclude_set = torch._C._dispatch_tls_local_exclude_set
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _KeySetGuard = torch._C._ForceDispatchKeyGuard
 _PYTHON = torch._C.DispatchKey.Python
-_BEFORE_MODES = (torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full_after(_PYTHON)).remove(_PYTHON)
+# All keys that have their turn before the modes, but for the one that remembers the key sets for them: code that starts
+# a mode of its own (a compiler with its fake tensors) is refused by torch where that key had no turn.
+_BEFORE_MODES = (
+    (torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full_after(_PYTHON))
+    .remove(_PYTHON)
+    .remove(torch._C.DispatchKey.PythonTLSSnapshot)
+)
 
 
 class Gate:
