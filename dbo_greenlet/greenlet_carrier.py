@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from greenlet import getcurrent, greenlet
 
@@ -83,9 +83,12 @@ class GreenletMicrobatch(Microbatch):
         go = self.to_hub(self)
         self.parked = False
         if go is not _GO:
-            raise ForeignSwitchError(
-                f"microbatch {self.index}, parked at {site!r}, was resumed by a greenlet that is not the hub"
-            )
+            self.refuse_resumption()
+
+    def refuse_resumption(self) -> NoReturn:
+        raise ForeignSwitchError(
+            f"microbatch {self.index}, parked at {self.site!r}, was resumed by a greenlet that is not the hub"
+        )
 
     def body(self) -> None:
         """What the carrier runs. Never raises: the outcome is left in `result` or `error`."""
@@ -208,11 +211,22 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
     unchanged, leave, resume = state.unchanged, state.leave, state.resume
     begin_slice, end_slice = hooks.before_slice, hooks.after_slice
     check_choice, slice_ended, strict = step.check_choice, step.slice_ended, step.strict
+    microbatches, count, decisions, sites = step.microbatches, step.count, step.decisions, step.sites
+    # What a yield costs is mostly what it touches: between two yields a model pushes this loop out of the processor's
+    # caches, and a call that is avoided is a microsecond. Hence the common case of `check_choice` and `slice_ended`
+    # stands here a second time.
     traced[0] = True
     while step.live:
-        microbatch: Any = check_choice(choose())
+        index = choose()
+        microbatch: Any = microbatches[index] if index.__class__ is int and 0 <= index < count else None
+        if (
+            microbatch is None
+            or microbatch.done
+            or (index and microbatches[index - 1].slice_number <= microbatch.slice_number)
+        ):
+            microbatch = check_choice(index)
         running[thread] = microbatch
-        traced[1] = microbatch.index
+        traced[1] = index
         if microbatch.started:
             argument = _GO
         else:
@@ -244,7 +258,13 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
                 f"{microbatch.index} ran (after {repr(microbatch.site) if microbatch.site else 'its start'}); "
                 "inside a step only dbo_yield may hand the thread to the hub"
             )
-        slice_ended(microbatch)
+        if strict:
+            slice_ended(microbatch)
+        else:
+            decisions.append(index)
+            sites.append(microbatch.site)
+            step.last = index
+            microbatch.slice_number += 1
         if end_slice:
             hooks.notify(end_slice, microbatch)
 

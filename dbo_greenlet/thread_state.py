@@ -23,7 +23,7 @@ import torch
 
 from . import direct_ops, profiling, yields
 from .ambient import AmbientHandle, Pair, ambient_pairs, register_ambient_state
-from .torch_state import Baseline, Observation, Parked, observe, quick_check
+from .torch_state import Baseline, Observation, Parked, brief_check, observe, quick_check
 
 if TYPE_CHECKING:
     from .devices import Device
@@ -48,7 +48,8 @@ class TorchThreadState:
     Args:
         device: whose current stream is kept apart. None: CUDA's, if CUDA is in use.
         ambient: (save, restore) pairs to keep apart instead of the registered ones.
-        stream: False where the host puts each microbatch's stream on itself.
+        host: the caller puts each microbatch's stream on itself, and its model yields under nothing exotic: the stream
+            is not kept, and each slice is followed by `torch_state.brief_check` instead of the whole comparison.
     """
 
     __slots__ = (
@@ -58,20 +59,20 @@ class TorchThreadState:
         "_device",
         "_engaged",
         "_extras",
+        "_host",
         "_parked",
         "_seen",
-        "_stream",
         "_threads",
         "_values",
         "unchanged",
     )
 
     def __init__(
-        self, device: Device | None = None, ambient: tuple[Pair, ...] | None = None, *, stream: bool = True
+        self, device: Device | None = None, ambient: tuple[Pair, ...] | None = None, *, host: bool = False
     ) -> None:
         self._device = device
         self._ambient = ambient
-        self._stream = stream
+        self._host = host
         self._threads: dict[int, Baseline] = {}
         self._parked: list[Parked] = []
 
@@ -86,7 +87,7 @@ class TorchThreadState:
         quick = len(extras) == (device is not None) and not profiling.used
         cuda_device = None
         if _HAS_CUDA and torch.cuda.is_initialized():
-            with_stream = device is None and self._stream
+            with_stream = device is None and not self._host
             extras = (*extras, *_cuda_pairs(with_stream))
             quick = quick and not with_stream
             cuda_device = torch._C._cuda_getDevice
@@ -95,7 +96,10 @@ class TorchThreadState:
         self._depth = profiling.depth()
         self._seen: Observation = observe()
         self._base = Baseline(self._seen)
-        if quick:
+        brief = brief_check(self._seen) if self._host and quick else None
+        if brief is not None:
+            self.unchanged = brief
+        elif quick:
             self.unchanged = quick_check(self._seen, device and device.current_stream, profiling, cuda_device)
         else:
             self.unchanged = self._unchanged_with_extras

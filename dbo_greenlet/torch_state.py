@@ -22,7 +22,7 @@ import torch
 import torch.utils._device as torch_device
 import torch.utils._python_dispatch as torch_dispatch
 
-from . import key_sets
+from . import key_sets, thread_words
 
 __all__ = ["Baseline", "Parked", "observe"]
 
@@ -239,6 +239,7 @@ def quick_check(
     device_index = None if cuda_device is None else cuda_device()
     cuda_dtype = _autocast_dtype("cuda")
     words = key_sets.view()
+    flags = None if wanted[_FUNCTION] else thread_words.view()
     if words is None or wanted[_DISPATCH] or wanted[_FUNCTION]:
         return lambda: (
             observe() == wanted
@@ -247,6 +248,8 @@ def quick_check(
             and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
         )
     include, exclude = words
+    if flags is not None:
+        return _quickest_check(wanted, words, flags, current_stream, stream, ranges, cuda_device)
     # In the order of the positions above; what is not named is in the words, or known to be empty.
     (_, _, inference, _, dispatch_on, grad, forward_grad, multithreading, view_replay, _, function_on, function_off,
      device, nesting, cache, cpu_dtype, callback) = wanted  # fmt: skip
@@ -273,6 +276,75 @@ def quick_check(
             and (current_stream is None or current_stream() is stream)
             and (ranges is None or not ranges.used)
             and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
+        )
+
+    return holds
+
+
+def _quickest_check(
+    wanted: Observation,
+    words: memoryview,
+    flags: thread_words.ThreadWords,
+    current_stream: Callable[[], Any] | None,
+    stream: Any,
+    ranges: Any,
+    cuda_device: Callable[[], int] | None,
+) -> Callable[[], bool]:
+    """`quick_check` with most of its getters replaced by loads from memory, where the baseline has no mode on a stack.
+
+    What need not be asked for then: a dispatch mode is in the include set, a default device is a function mode.
+    """
+    include, exclude = words
+    autograd, mask, disabled, stack = flags
+    on, state = autograd[0] & mask, disabled[0]
+    device_index, cuda_dtype = cuda_device and cuda_device(), _autocast_dtype("cuda")
+    nesting, cache, cpu_dtype, callback = wanted[_NESTING:]
+    dispatch_on = wanted[_DISPATCH_ON]
+
+    def holds() -> bool:
+        return (
+            words[0] == include
+            and words[1] == exclude
+            and autograd[0] & mask == on
+            and disabled[0] == state
+            and stack[0] == stack[1]
+            and _read_dispatch_flags(_dispatch_globals) == dispatch_on
+            and (_autocast_deeper() and _autocast_shallower()) == nesting
+            and _is_autocast_cache() is cache
+            and _autocast_dtype("cpu") is cpu_dtype
+            and _frame_callback() is callback
+            and (current_stream is None or current_stream() is stream)
+            and (ranges is None or not ranges.used)
+            and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
+        )
+
+    return holds
+
+
+def brief_check(wanted: Observation) -> Callable[[], bool] | None:
+    """Like `quick_check`, for a host whose model is known to yield under none of the things that it leaves out.
+
+    By loads from memory alone, and Dynamo's callback: grad, inference and forward-AD flags, key sets (and with them
+    autocast on or off, and dispatch modes) and function modes (and with them a default device). Left out: what
+    autocast would do if it were on, which has no effect as long as it is not; the CUDA device; open ranges. The end of
+    a step compares everything. None where the loads are not to be had.
+    """
+    words = key_sets.view()
+    flags = None if wanted[_FUNCTION] else thread_words.view()
+    if words is None or flags is None or wanted[_DISPATCH]:
+        return None
+    include, exclude = words
+    autograd, mask, disabled, stack = flags
+    on, state, callback = autograd[0] & mask, disabled[0], wanted[_CALLBACK]
+
+    def holds() -> bool:
+        return (
+            words[0] == include
+            and words[1] == exclude
+            and autograd[0] & mask == on
+            and disabled[0] == state
+            and stack[0] == stack[1]
+            and _frame_callback() is callback
         )
 
     return holds

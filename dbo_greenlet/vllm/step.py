@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.worker import ubatching
 from vllm.v1.worker.ubatching import UBatchContext
 
 from ..policy import RoundRobin
@@ -18,7 +19,7 @@ from .ubatching import HostMicrobatch, current_stream, registered
 if TYPE_CHECKING:
     from .recording import ServerTrace
 
-__all__ = ["HostScheduler", "record_to", "run_step"]
+__all__ = ["HostScheduler", "count_replay", "record_to", "run_step"]
 
 
 class HostScheduler(Scheduler):
@@ -31,13 +32,13 @@ class HostScheduler(Scheduler):
     passed_on = ()
 
     def __init__(self, instruments: Iterable[Any] = ()) -> None:
-        # The stream is kept by vLLM's own methods (`HostMicrobatch`), so it is not compared at each switch.
+        # vLLM's own methods choose the stream after each switch.
         super().__init__(RoundRobin(), thread_state=_thread_state, instruments=instruments)
         self.microbatch_type = HostMicrobatch
 
 
 def _thread_state() -> TorchThreadState:
-    return TorchThreadState(stream=False)
+    return TorchThreadState(host=True)
 
 
 # Two schedulers, so that a step that is not recorded does not ask whether it is.
@@ -51,6 +52,13 @@ def record_to(trace: ServerTrace | None) -> None:
     global _trace, _recording
     _trace = trace
     _recording = None if trace is None else HostScheduler([trace.recorder])
+
+
+def count_replay() -> None:
+    """A step ran as the replay of a captured one."""
+    counters.executed("replayed")
+    if _trace is not None:
+        _trace.replayed_step()
 
 
 def run_step(
@@ -86,7 +94,7 @@ def run_step(
         # Once round the hub, and not in each microbatch: scopes that end in another order than they began in would
         # leave the thread in inference mode.
         with registered(list(contexts)) as hosts, torch.inference_mode():
-            result = scheduler.run(calls, hosts)
+            result = scheduler.run([_until_it_leaves(*each) for each in zip(contexts, calls, strict=True)], hosts)
         counters.executed(kind)
         return result.outputs
     except BaseException as raised:
@@ -103,6 +111,18 @@ def run_step(
             tokens = bounds[-1][1] if bounds else 0
             trace.split_step(kind=kind, slices=bounds, tokens=tokens, padded=tokens, schedule=schedule, error=error)
         error = None
+
+
+def _until_it_leaves(context: UBatchContext, call: Callable[[], Any]) -> Callable[[], Any]:
+    """`call`, and vLLM's table says when the microbatch is done: who looks there finds None for a peer that left."""
+
+    def entry() -> Any:
+        try:
+            return call()
+        finally:
+            ubatching._CURRENT_CONTEXTS[context.id] = None
+
+    return entry
 
 
 def _forget_shared_outputs(contexts: Sequence[UBatchContext]) -> None:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial, update_wrapper
 from typing import Any
 
+import torch
 from vllm.forward_context import override_forward_context
 from vllm.v1.worker.gpu import ubatch_utils as host
 from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner
@@ -111,8 +112,11 @@ def _begin_capturable_run(
             entered.enter_context(captures_tolerate_other_threads())
         stack = entered.pop_all()
 
-    kind = "captured" if for_capture else "eager"
-    run = partial(run_step, contexts, calls, kind=kind, slices=slices)
+    def run() -> list[Any]:
+        # vLLM runs what it is about to capture once outside a graph, to warm up.
+        captured = for_capture and torch.cuda.is_current_stream_capturing()
+        return run_step(contexts, calls, kind="captured" if captured else "eager", slices=slices)
+
     self._pending_finish = pending = PendingRun(self, stack, run)
     return pending
 

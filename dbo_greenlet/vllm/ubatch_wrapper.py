@@ -18,8 +18,7 @@ from vllm.v1.worker import gpu_ubatch_wrapper as host
 from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 
 from .capture import graph_capture, make_blas_handles
-from .counters import counters
-from .step import run_step
+from .step import count_replay, run_step
 
 __all__ = ["is_engaged", "replace", "restore"]
 
@@ -49,7 +48,7 @@ def _call(self: UBatchWrapper, *args: Any, **kwargs: Any) -> Any:
         slices = context.ubatch_slices
         full = slices is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
         if full and sum(each.num_tokens for each in slices) in self.cudagraphs:
-            counters.executed("replayed")
+            count_replay()
     return _original["__call__"](self, *args, **kwargs)
 
 

@@ -39,7 +39,7 @@ from vllm.v1.worker import ubatching
 from vllm.v1.worker.ubatching import _CURRENT_CONTEXTS, _THREAD_ID_TO_CONTEXT, UBatchContext
 
 from ..errors import ForeignSwitchError
-from ..greenlet_carrier import Carrier, GreenletMicrobatch
+from ..greenlet_carrier import _GO, Carrier, GreenletMicrobatch
 from ..step import running, traced
 
 __all__ = ["HostContext", "HostMicrobatch", "current_stream", "own_microbatch", "registered", "replace", "restore"]
@@ -109,29 +109,18 @@ class HostMicrobatch(GreenletMicrobatch):
     def park(self, site: str) -> None:
         """A yield through this package's own `dbo_yield`: also the stream is put back."""
         stream = current_stream()
-        self._park(site)
+        self.hand_over(site)
         if current_stream() is not stream:
             torch.cuda.set_stream(stream)
         if self.outstanding:
             self.run_outstanding()
 
-    def park_for_host(self, site: str) -> None:
-        """A yield of vLLM's: its methods choose the stream when this returns.
-
-        Only a receive that no sibling ran has to find the owner's stream before that.
-        """
-        self._park(site)
-        if self.outstanding:
-            host = self.context.host
-            host.update_stream(host.current_stream)
-            self.run_outstanding()
-
-    def _park(self, site: str) -> None:
+    def hand_over(self, site: str) -> None:
         context = self.context
         # What is current may be another one than the context's own: a model may have put one of its own on.
         current = forward_context._forward_context
         try:
-            self.hand_over(site)
+            super().hand_over(site)
         finally:
             # Also when the step is being unwound: blocks that clean up read these.
             _THREAD_ID_TO_CONTEXT[context.thread] = self.index
@@ -223,7 +212,7 @@ _original_current_stream = _HOST_GLOBALS["current_stream"]
 def _cpu_yield(self: UBatchContext) -> None:
     carrier: Any = getcurrent()
     microbatch: Any = carrier.microbatch if carrier.__class__ is Carrier else running.get(get_ident())
-    if not isinstance(microbatch, HostMicrobatch):
+    if microbatch.__class__ is not HostMicrobatch:
         if carrier.__class__ is Carrier:
             raise ForeignSwitchError(
                 f"microbatch {self.id} of vLLM's step reached a yield inside another step that its model runs; "
@@ -237,10 +226,25 @@ def _cpu_yield(self: UBatchContext) -> None:
         site = _site(microbatch, sys._getframe(1))
     else:
         context.site = None
-    if microbatch.greenlet is carrier:
-        microbatch.park_for_host(site)
-    else:
+    if microbatch.greenlet is not carrier:
         microbatch.yield_(site)  # from somebody else's greenlet: it says so
+    # `HostMicrobatch.hand_over` once more, in one function: see the hub's loop for why. vLLM's methods choose the
+    # stream when this returns.
+    microbatch.site = site
+    microbatch.parked = True
+    current = forward_context._forward_context
+    try:
+        go = microbatch.to_hub(microbatch)
+    finally:
+        _THREAD_ID_TO_CONTEXT[context.thread] = self.id
+        forward_context._forward_context = current
+    microbatch.parked = False
+    if go is not _GO:
+        microbatch.refuse_resumption()
+    if microbatch.outstanding:
+        # A receive that no sibling ran has to find the owner's stream.
+        self.update_stream(self.current_stream)
+        microbatch.run_outstanding()
 
 
 def _get_recv_hook(self: UBatchContext) -> Callable[[], Any] | None:
@@ -274,8 +278,9 @@ def _register_recv_hook(recv_hook: Callable[[], Any], number: int) -> None:
 
 
 # The functions below lend their code: it runs with the globals of vLLM's module, so it may use only names that are
-# there too (which `replace` sees to for the two that start with _dbo_greenlet).
+# there too (which `replace` sees to for those that start with _dbo_greenlet).
 _dbo_greenlet_traced = traced
+_dbo_greenlet_note = _stream_note
 _dbo_greenlet_register = _register_recv_hook
 _NUM_UBATCHES = 2
 
@@ -303,8 +308,9 @@ def _dbo_register_recv_hook(recv_hook: Any) -> None:
 def _dbo_get_previous_event(func: Any, *args: Any, **kwargs: Any) -> Any:
     if _THREAD_ID_TO_CONTEXT:
         index = _THREAD_ID_TO_CONTEXT.get(threading.get_ident())
-        if index is not None:
-            with torch.cuda.stream(_CURRENT_CONTEXTS[index].compute_stream):  # type: ignore[union-attr]
+        context = None if index is None else _CURRENT_CONTEXTS[index]
+        if context is not None:
+            with torch.cuda.stream(context.compute_stream):
                 return func(*args, **kwargs)
     return None
 
@@ -315,8 +321,30 @@ def _method_of_current_context() -> Callable[..., None]:
     def call(*args: Any, **kwargs: Any) -> None:
         if _THREAD_ID_TO_CONTEXT:
             index = _THREAD_ID_TO_CONTEXT.get(threading.get_ident())
-            if index is not None:
-                func(_CURRENT_CONTEXTS[index], *args, **kwargs)
+            context = None if index is None else _CURRENT_CONTEXTS[index]
+            if context is not None:
+                func(context, *args, **kwargs)
+
+    return call
+
+
+def _plain_yield() -> Callable[..., None]:
+    func: Any = None
+
+    def call() -> None:
+        if _THREAD_ID_TO_CONTEXT:
+            index = _THREAD_ID_TO_CONTEXT.get(threading.get_ident())
+            context = None if index is None else _CURRENT_CONTEXTS[index]
+            if context is not None:
+                stream = getattr(_dbo_greenlet_note, "value", None)
+                if stream is None:
+                    func(context)
+                    return
+                # `UBatchContext.yield_` without its four calls: each is one more piece of code that is cold by now.
+                context.current_stream = stream
+                context._cpu_yield()
+                if _dbo_greenlet_note.value is not stream:  # type: ignore[union-attr]
+                    context.update_stream(stream)
 
     return call
 
@@ -326,10 +354,10 @@ CODE: dict[str, CodeType] = {
     "dbo_current_ubatch_id": _dbo_current_ubatch_id.__code__,
     "dbo_register_recv_hook": _dbo_register_recv_hook.__code__,
     "dbo_get_previous_event": _dbo_get_previous_event.__code__,
+    "dbo_yield": _plain_yield().__code__,  # type: ignore[attr-defined]
     **dict.fromkeys(
         (
             "dbo_maybe_run_recv_hook",
-            "dbo_yield",
             "dbo_yield_and_switch_from_compute_to_comm",
             "dbo_yield_and_switch_from_comm_to_compute",
             "dbo_switch_to_comm",
@@ -348,6 +376,7 @@ def replace() -> None:
     if _originals:
         return
     _HOST_GLOBALS["_dbo_greenlet_traced"] = _dbo_greenlet_traced
+    _HOST_GLOBALS["_dbo_greenlet_note"] = _dbo_greenlet_note
     _HOST_GLOBALS["_dbo_greenlet_register"] = _dbo_greenlet_register
     for name, code in CODE.items():
         function = _HOST_GLOBALS[name]
@@ -364,7 +393,7 @@ def restore() -> None:
     for name, code in _originals.items():
         _HOST_GLOBALS[name].__code__ = code
     _originals.clear()
-    for name in ("_dbo_greenlet_traced", "_dbo_greenlet_register"):
+    for name in ("_dbo_greenlet_traced", "_dbo_greenlet_note", "_dbo_greenlet_register"):
         _HOST_GLOBALS.pop(name, None)
     _HOST_GLOBALS["current_stream"] = _original_current_stream
     UBatchContext._cpu_yield = _original_cpu_yield  # type: ignore[method-assign]
