@@ -5,6 +5,7 @@ What is in it:
     schema       the record kinds, and their JSON
     recorder     the instrument that the scheduler calls
     writer       a growing trace file that never stops the run
+    rolling      a trace without an end in a bounded space, for servers; and finding it again
     reader       a trace file, line by line or with an index of its steps
     notation     schedule -> order of work, in vLLM's notation
     timetable    order of work -> Comp, Comm and Order lines
@@ -17,6 +18,7 @@ from __future__ import annotations
 from .lanes import render_lanes
 from .reader import StepTrace, Trace, TraceReader, read_trace
 from .recorder import StepRecorder, make_header
+from .rolling import RollingTrace, newest_trace
 from .schema import (
     SCHEMA_VERSION,
     EndRecord,
@@ -38,6 +40,7 @@ __all__ = [
     "PromptRecord",
     "Record",
     "RecvRecord",
+    "RollingTrace",
     "SliceRecord",
     "StepRecord",
     "StepRecorder",
@@ -46,6 +49,7 @@ __all__ = [
     "TraceReader",
     "TraceWriter",
     "make_header",
+    "newest_trace",
     "parse_layers",
     "read_trace",
     "render_lanes",

@@ -4,8 +4,9 @@
     microbatch 1             ┃A3━━━━━━━━━           ┃M3━━━━━━
 
 A3 is the slice with layer 3's attention (it ends at the dispatch), M3 the one with its experts (it ends at the
-combine). Slices never overlap, whosever they are: this is the host's turn-taking, not the device's overlap. Where no
-row is drawn, the scheduler ran.
+combine); with the yields of high throughput M3 ends before the combine, and S3 is the slice with the combine's launch
+and the shared expert. Slices never overlap, whosever they are: this is the host's turn-taking, not the device's
+overlap. Where no row is drawn, the scheduler ran.
 
 Every character stands for the same time. A slice is at least one character wide; a character that two slices of a
 row share is drawn as crowded instead of hiding one of them.
@@ -13,11 +14,11 @@ row share is drawn as crowded instead of hiding one of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigurationError
-from .notation import parse_site
+from .notation import is_high_throughput, parse_site
 from .reader import StepTrace
 from .schema import SliceRecord
 from .timetable import layers_text
@@ -25,6 +26,7 @@ from .timetable import layers_text
 __all__ = ["render_lanes"]
 
 MIN_COLUMNS = 10
+_LETTERS = {"dispatch": "A", "before_dispatch": "A", "before_combine": "M"}  # and "combine", by pattern
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ def render_lanes(
     margin = max(map(len, names))
     columns = max(width - margin, MIN_COLUMNS)
     glyphs = _UNICODE if unicode else _ASCII
+    letters = _LETTERS | {"combine": "S" if is_high_throughput([s.site for s in step.slices]) else "M"}
     lines = [_axis(begin, end, margin, columns)]
     for index, name in enumerate(names):
-        row = _row([s for s in slices if s.ubatch == index], begin, end, columns, glyphs)
+        row = _row([s for s in slices if s.ubatch == index], begin, end, columns, glyphs, letters)
         lines.append((name.ljust(margin) + row).rstrip())
     return "\n".join(lines)
 
@@ -81,7 +84,9 @@ def _stretch(slices: Sequence[SliceRecord], layers: Collection[int]) -> list[Sli
     return [s for s in slices if (s.begin < end and s.end > begin) or s in wanted]
 
 
-def _row(slices: Sequence[SliceRecord], begin: float, end: float, columns: int, glyphs: _Glyphs) -> str:
+def _row(
+    slices: Sequence[SliceRecord], begin: float, end: float, columns: int, glyphs: _Glyphs, letters: Mapping[str, str]
+) -> str:
     scale = columns / max(end - begin, 0.001)  # the clock's tick: a step of no length at all still has a row
     row = [" "] * columns
     taken = -1  # last column in use
@@ -94,7 +99,7 @@ def _row(slices: Sequence[SliceRecord], begin: float, end: float, columns: int, 
         if first > last:
             continue
         size = last - first + 1
-        label = _label(entry)
+        label = _label(entry, letters)
         # A label that does not fit is left out: the first half of "A13" would name another layer.
         text = glyphs.begin + (label if len(label) < size else "")
         row[first : last + 1] = text.ljust(size, glyphs.body)
@@ -102,7 +107,7 @@ def _row(slices: Sequence[SliceRecord], begin: float, end: float, columns: int, 
     return "".join(row)
 
 
-def _label(entry: SliceRecord) -> str:
+def _label(entry: SliceRecord, letters: Mapping[str, str]) -> str:
     if entry.failed:
         return "failed"
     if not entry.site:
@@ -110,7 +115,7 @@ def _label(entry: SliceRecord) -> str:
     site = parse_site(entry.site)
     if site is None:
         return entry.site
-    return f"{'A' if site.stage == 'dispatch' else 'M'}{site.layer}"
+    return f"{letters[site.stage]}{site.layer}"
 
 
 def _axis(begin: float, end: float, margin: int, columns: int) -> str:

@@ -202,7 +202,7 @@ class Trace:
         what += f" on rank {rank}" if rank is not None else ""
         numbers = sorted({key[1] for key in self.steps})
         if numbers:
-            steps = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+            steps = _steps_named(numbers)
             held = f"{steps} of {_named('run', self.runs)} on {_named('rank', self.ranks)}"
         else:
             held = "no steps (yet)"
@@ -249,6 +249,17 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     trace.torn = reader.torn
     trace.unknown_kinds = reader.unknown_kinds
     return trace
+
+
+def _steps_named(numbers: list[int]) -> str:
+    """Which steps there are, in ascending order; a server's trace holds every n-th of them."""
+    if len(numbers) == 1:
+        return f"step {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"steps {numbers[0]} to {numbers[-1]}"
+    if len(numbers) <= 12:
+        return f"steps {', '.join(map(str, numbers))}"
+    return f"{len(numbers)} of the steps {numbers[0]} to {numbers[-1]}, the latest {', '.join(map(str, numbers[-6:]))}"
 
 
 def _named(what: str, values: list[str] | list[int]) -> str:

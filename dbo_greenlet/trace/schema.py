@@ -126,6 +126,8 @@ class StepRecord:
         begin, end: microseconds around the whole step, scheduler included; None where nobody measured.
         error: what made the step fail, None where it did not. `dbo-greenlet run` leaves it None: a step that fails ends
             its run before the record is made, and the end record then says why.
+        execution: how a server ran it: "eager", "captured" (run once, into a graph), "replayed" (from its graph, so
+            without slices); "" where nobody says.
     """
 
     kind: ClassVar[str] = "step"
@@ -147,6 +149,7 @@ class StepRecord:
     begin: float | None = None
     end: float | None = None
     error: str | None = None
+    execution: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from ..errors import ScheduleDecodeError
 from ..schedule import Schedule
-from .notation import Receive, order, why_no_notation
+from .notation import Receive, is_high_throughput, order, why_no_notation
 from .reader import StepTrace
 from .timetable import render_order
 
@@ -17,6 +17,11 @@ LEGEND = (
     "A0 attention projections, A1 attention + output projection + gate, MLP routed experts, S shared expert, "
     "D dispatch, C combine; _i microbatch; in, L, out layers without yields; * no sibling ran the receive before its "
     "owner was resumed"
+)
+
+HIGH_THROUGHPUT = (
+    "high throughput: send is the event that a dispatch or combine waits for, recv the compute stream's wait for it; "
+    "what is in flight at once, the communication stream runs in turn"
 )
 
 
@@ -56,7 +61,8 @@ def render_step(
             "",
             render_order(order(decisions, sites, receives, shared_expert=shared_expert), layers=layers, width=width),
             "",
-            *_legend(width),
+            *_wrapped(LEGEND, width),
+            *(_wrapped(HIGH_THROUGHPUT, width) if is_high_throughput(sites) else ()),
         ]
     return "\n".join(lines)
 
@@ -68,6 +74,8 @@ def _without_slices(step: StepTrace, width: int) -> list[str]:
     reason = f": {record.reason}" if record.reason else ""
     if not record.split:
         return [f"not split{reason}"]
+    if record.execution == "replayed":
+        return [f"split{reason}; replayed from its graph, which runs no slices on the host"]
     lines = [f"split{reason}; its slices are not in the trace (yet)"]
     if record.schedule:
         try:
@@ -98,13 +106,15 @@ def _heading(step: StepTrace) -> str:
         text += f"{',' if step.record is not None else ':'} {step.count} microbatches, {len(step.decisions)} slices"
     if step.record is not None and step.record.hash:
         text += f", schedule hash {step.record.hash}"
+    if step.record is not None and step.record.execution:
+        text += f", {step.record.execution}"
     return text
 
 
-def _legend(width: int) -> list[str]:
+def _wrapped(text: str, width: int) -> list[str]:
     lines: list[str] = []
     line = ""
-    for word in LEGEND.split(" "):
+    for word in text.split(" "):
         if line and len(line) + 1 + len(word) > max(width, 40):
             lines.append(line)
             line = word

@@ -93,7 +93,7 @@ def _engage(vllm_config: Any, runner: Any, settings: Settings) -> str | None:
 
     make_operators_direct()
     rank, world = vllm_config.parallel_config.data_parallel_rank, vllm_config.parallel_config.data_parallel_size
-    _observe(vllm_config, settings, rank, world, version)
+    trace = _observe(vllm_config, settings, rank, world, version, facts.vllm)
     logger.info(
         "Microbatches run as greenlets: dbo_greenlet %s, vLLM %s, %s runner, policy round-robin, rank %d of %d%s",
         facts.package,
@@ -101,12 +101,15 @@ def _engage(vllm_config: Any, runner: Any, settings: Settings) -> str | None:
         version,
         rank,
         world,
-        f", every {settings.trace_every}th step recorded to {settings.trace_dir}" if settings.trace_dir else "",
+        f", one step in {settings.trace_every} is recorded to {trace}" if trace else "",
     )
     return None
 
 
-def _observe(vllm_config: Any, settings: Settings, rank: int, world: int, version: str) -> None:
+def _observe(
+    vllm_config: Any, settings: Settings, rank: int, world: int, version: str, vllm_version: str | None
+) -> str | None:
+    """Start counting and, if asked for, recording; returns the trace's path."""
     from . import decisions
     from .counters import counters
     from .prometheus import publish
@@ -114,10 +117,12 @@ def _observe(vllm_config: Any, settings: Settings, rank: int, world: int, versio
     decisions.install()
     publish(counters)
     if settings.trace_dir is None:
-        return
+        return None
     from .recording import ServerTrace
-    from .step import record_to
+    from .step import record_to, recorded_to
 
+    if (running := recorded_to()) is not None:
+        return running.path  # a second runner in this process
     parallel = vllm_config.parallel_config
     trace = ServerTrace(
         settings.trace_dir,
@@ -127,6 +132,7 @@ def _observe(vllm_config: Any, settings: Settings, rank: int, world: int, versio
         world=world,
         settings={
             "engine": "vllm",
+            "vllm": vllm_version,
             "runner": version,
             "policy": "round-robin",
             "carrier": "greenlet",
@@ -134,9 +140,9 @@ def _observe(vllm_config: Any, settings: Settings, rank: int, world: int, versio
             "decode_threshold": parallel.dbo_decode_token_threshold,
             "prefill_threshold": parallel.dbo_prefill_token_threshold,
             "all2all_backend": parallel.all2all_backend,
-            "every": settings.trace_every,
             "model": str(getattr(vllm_config.model_config, "model", "")),
         },
     )
     record_to(trace)
     decisions.listeners.append(lambda decision: None if decision.split else trace.unsplit_step(decision))
+    return None if trace.problem is not None else trace.path

@@ -19,7 +19,7 @@ from .ubatching import HostMicrobatch, current_stream, registered
 if TYPE_CHECKING:
     from .recording import ServerTrace
 
-__all__ = ["HostScheduler", "count_replay", "record_to", "run_step"]
+__all__ = ["HostScheduler", "count_replay", "record_to", "recorded_to", "run_step"]
 
 
 class HostScheduler(Scheduler):
@@ -52,6 +52,11 @@ def record_to(trace: ServerTrace | None) -> None:
     global _trace, _recording
     _trace = trace
     _recording = None if trace is None else HostScheduler([trace.recorder])
+
+
+def recorded_to() -> ServerTrace | None:
+    """The trace of this process, if there is one."""
+    return _trace
 
 
 def count_replay() -> None:

@@ -64,6 +64,22 @@ def test_steps_are_found_by_run_step_and_rank(trace_file) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("numbers", "held"),
+    [
+        ([3, 4, 5], "steps 3 to 5"),
+        ([0, 100, 200], "steps 0, 100, 200"),
+        (range(0, 2000, 100), "20 of the steps 0 to 1900, the latest 1400, 1500, 1600, 1700, 1800, 1900"),
+    ],
+)
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(trace_file, numbers, held: str) -> None:
+    steps = [schema.to_json(StepRecord(n, 0, "dbo", 8, 8, True, "split")) + "\n" for n in numbers]
+    trace = read_trace(trace_file(HEADER + "".join(steps)))
+    with pytest.raises(TraceFileError) as caught:
+        trace.step(150)
+    assert str(caught.value) == f"{trace.path} has no step 150; it holds {held} of run dbo on rank 0"
+
+
 def test_a_trace_without_steps_says_so(trace_file) -> None:
     trace = read_trace(trace_file(HEADER))
     with pytest.raises(TraceFileError) as caught:

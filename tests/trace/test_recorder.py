@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dbo_greenlet import Scheduler, Scripted, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from dbo_greenlet._version import __version__
 from dbo_greenlet.errors import MicrobatchFailed
 from dbo_greenlet.trace import RecvRecord, SliceRecord, StepRecorder, make_header
+from dbo_greenlet.trace.schema import from_json, to_json
 
 CARRIERS = pytest.mark.parametrize("carrier", ["greenlet", "thread"])
 
@@ -151,3 +156,49 @@ def test_the_header_states_versions_and_only_the_environment_that_matters(monkey
     assert header.env == {"OMP_NUM_THREADS": "3"}
     assert header.python == ".".join(map(str, sys.version_info[:3]))
     assert header.started.endswith("+00:00")
+
+
+# -- lines without records ---------------------------------------------------------------------------------------------
+
+SITES = st.text(max_size=8) | st.sampled_from(["layer0.dispatch", 'say "so"', "\u2028", "\N{BRAIN}", ""])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    yields=st.lists(st.tuples(SITES, st.booleans(), st.booleans()), max_size=8),
+    count=st.integers(1, 3),
+    fails=st.booleans(),
+    step=st.integers(0, 2**40),
+    rank=st.integers(0, 64),
+    run=st.text(max_size=5),
+)
+def test_the_lines_are_those_of_the_records(
+    yields: list[tuple[str, bool, bool]], count: int, fails: bool, step: int, rank: int, run: str
+) -> None:
+    """Of any step: sends or none before a yield, receives run by a sibling or by nobody, and one that raises."""
+
+    def entry(index: int) -> Callable[[], None]:
+        def model() -> None:
+            for site, sends, serves in yields:
+                if serves:
+                    dbo_maybe_run_recv_hook()
+                if sends:
+                    dbo_register_recv_hook(lambda: None)
+                dbo_yield(site)
+            if fails and index == count - 1:
+                raise ValueError("boom")
+
+        return model
+
+    watch = StepRecorder()
+    with suppress(MicrobatchFailed):
+        Scheduler(instruments=[watch]).run([entry(index) for index in range(count)])
+    lines = watch.json_lines(step=step, rank=rank, run=run)
+    records = watch.records(step=step, rank=rank, run=run)
+    assert lines == "".join(to_json(record) + "\n" for record in records).encode("ascii")
+    assert [from_json(json.loads(line)) for line in lines.splitlines()] == records
+    assert len(records) >= count * (1 + len(yields)) - (count - 1 if fails else 0)
+
+
+def test_before_the_first_step_there_are_no_lines() -> None:
+    assert StepRecorder().json_lines(step=0) == b""

@@ -69,6 +69,7 @@ RECORDS = st.one_of(
         begin=st.none() | time,
         end=st.none() | time,
         error=st.none() | text,
+        execution=text,
     ),
     st.builds(
         SliceRecord,
@@ -118,6 +119,13 @@ def test_the_line_of_a_slice() -> None:
 def test_keys_that_are_missing_take_their_defaults() -> None:
     data = {"t": "recv", "step": 0, "rank": 0, "run": "dbo", "ubatch": 1, "site": "", "sent": 4}
     assert schema.from_json(data) == RecvRecord(0, 0, "dbo", 1, "", 4)
+
+
+def test_a_step_of_a_trace_from_before_there_was_its_execution() -> None:
+    step = StepRecord(0, 0, "dbo", 8, 8, True, "split-decode")
+    line = schema.to_json(step)
+    older = line.replace(',"execution":""', "")
+    assert older != line and schema.from_json(json.loads(older)) == step
 
 
 def test_unknown_keys_are_passed_over() -> None:
