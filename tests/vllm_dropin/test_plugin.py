@@ -1,4 +1,4 @@
-"""The plugin: what it does at load, when it engages, what it says, and that it never stops a server that would start."""
+"""The plugin: what it does at load, when it engages, what it says, and that it stops no server that would start."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def wrapper_of(config_change=lambda parallel: None, kind=UBatchWrapper):
         return kind(model, config, CUDAGraphMode.NONE, drive.torch.device("cpu"))
 
 
-# -- at load ------------------------------------------------------------------------------------------------------------
+# -- at load ---------------------------------------------------------------------------------------------------------
 
 
 def test_loading_touches_nothing_but_what_is_imported(log):
@@ -156,7 +156,7 @@ def test_require_makes_that_an_error(monkeypatch):
         plugin.register()
 
 
-# -- where a runner is constructed ----------------------------------------------------------------------------------------
+# -- where a runner is constructed -----------------------------------------------------------------------------------
 
 
 def test_a_runner_engages_and_says_so_in_one_line(gpu, passing_selftest, log):
@@ -224,8 +224,8 @@ def test_what_goes_wrong_in_here_does_not_stop_the_server(gpu, monkeypatch, log)
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        (dict(enable_dbo=False, ubatch_size=2), "--ubatch-size 2 without --enable-dbo"),
-        (dict(enable_dbo=False, ubatch_size=3), "room for two"),
+        ({"enable_dbo": False, "ubatch_size": 2}, "--ubatch-size 2 without --enable-dbo"),
+        ({"enable_dbo": False, "ubatch_size": 3}, "room for two"),
     ],
 )
 def test_what_vllm_breaks_on_is_refused(gpu, passing_selftest, change, part):
@@ -291,7 +291,7 @@ def test_a_trace_is_recorded_where_the_environment_says_so(gpu, passing_selftest
         ]  # fmt: skip
 
 
-# -- the front end --------------------------------------------------------------------------------------------------------
+# -- the front end ---------------------------------------------------------------------------------------------------
 
 
 def test_flags_that_will_not_engage_are_named_in_the_front_end(log):
