@@ -3,6 +3,8 @@
 # Pick another Python 3.11 with PYTHON=/path/to/python3.11, another index of CPU builds with TORCH_INDEX=URL.
 PYTHON ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Other versions of vLLM to check than the pinned one: make test-vllm VERSIONS="0.20.0 0.30.0"
+VERSIONS ?=
 # Further arguments for pytest: make test ARGS="tests/moe -x"
 ARGS ?=
 
@@ -40,8 +42,13 @@ test: setup ## run the tests
 test-core: ## run the core's tests on every other supported Python found, without torch
 	$(needs_python) $(BOOTSTRAP) scripts/run_core_tests.py
 
-test-vllm: setup-vllm ## run the tests that need vLLM
+ifeq ($(strip $(VERSIONS)),)
+test-vllm: setup-vllm ## run the tests that need vLLM; VERSIONS="0.20.0 0.30.0" checks other versions of it
 	@$(VLLM_PY) -m pytest -m vllm $(ARGS)
+else
+test-vllm: setup
+	@$(PY) scripts/check_vllm_versions.py --torch-index "$(TORCH_INDEX)" --python "$(PYTHON)" $(VERSIONS) -- $(ARGS)
+endif
 
 lint: setup ## ruff, its formatter, and mypy --strict on the core
 	@failed=0; \
@@ -66,4 +73,4 @@ clean: ## remove what builds, checks and tests leave behind
 	find dbo_greenlet tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-env: ## remove the environments
-	rm -rf .venv .venv-vllm .venv-core-*
+	rm -rf .venv .venv-vllm .venv-vllm-* .venv-core-*

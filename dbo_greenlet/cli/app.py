@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .._version import __version__
-from . import replay, run, selftest, show
+from . import doctor, replay, run, selftest, show
 
 __all__ = ["app"]
 
@@ -39,3 +39,4 @@ app.command("run")(run.run)
 app.command("show")(show.show)
 app.command("replay")(replay.replay)
 app.command("selftest")(selftest.selftest)
+app.command("doctor", context_settings=doctor.CONTEXT_SETTINGS)(doctor.doctor)

@@ -87,18 +87,19 @@ def _engage(vllm_config: Any, runner: Any, settings: Settings) -> str | None:
         return verdict.reason
     from .selftest_cache import selftest_problem
 
-    if problem := selftest_problem():
-        return examine(replace(facts, selftest=problem), settings).reason
+    verdict = examine(replace(facts, selftest=selftest_problem() or True), settings)
+    if not verdict.engages:
+        return verdict.reason
     from .patching import make_operators_direct
 
     make_operators_direct()
     rank, world = vllm_config.parallel_config.data_parallel_rank, vllm_config.parallel_config.data_parallel_size
     trace = _observe(vllm_config, settings, rank, world, version, facts.vllm)
     logger.info(
-        "Microbatches run as greenlets: dbo_greenlet %s, vLLM %s, %s runner, policy round-robin, rank %d of %d%s",
+        "%s: dbo_greenlet %s, vLLM %s, policy round-robin, rank %d of %d%s",
+        verdict.reason[:1].upper() + verdict.reason[1:],
         facts.package,
         facts.vllm,
-        version,
         rank,
         world,
         f", one step in {settings.trace_every} is recorded to {trace}" if trace else "",

@@ -300,6 +300,14 @@ def _dbo_current_ubatch_id() -> int:
     return _THREAD_ID_TO_CONTEXT.get(threading.get_ident(), 0)
 
 
+def _dbo_current_ubatch_token_offset() -> int:
+    if not _THREAD_ID_TO_CONTEXT:
+        return 0
+    index = _THREAD_ID_TO_CONTEXT.get(threading.get_ident())
+    context: Any = None if index is None else _CURRENT_CONTEXTS[index]
+    return 0 if context is None else context.token_offset
+
+
 def _dbo_register_recv_hook(recv_hook: Any) -> None:
     if _THREAD_ID_TO_CONTEXT and threading.get_ident() in _THREAD_ID_TO_CONTEXT:
         _dbo_greenlet_register(recv_hook, _NUM_UBATCHES)
@@ -368,6 +376,8 @@ CODE: dict[str, CodeType] = {
         _method_of_current_context().__code__,  # type: ignore[attr-defined]
     ),
 }
+if hasattr(ubatching, "dbo_current_ubatch_token_offset"):  # since vLLM 0.33
+    CODE["dbo_current_ubatch_token_offset"] = _dbo_current_ubatch_token_offset.__code__
 _originals: dict[str, CodeType] = {}
 
 

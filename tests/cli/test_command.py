@@ -20,7 +20,7 @@ from dbo_greenlet.trace import read_trace
 from tests.job.command import SECONDS, arguments, dbo_greenlet, environment, in_process, one_sentence, write_prompts
 
 
-@pytest.mark.parametrize("words", [["run"], ["show"], ["replay"], ["selftest"]])
+@pytest.mark.parametrize("words", [["run"], ["show"], ["replay"], ["selftest"], ["doctor"]])
 def test_help_has_an_example_and_needs_no_torch(words: list[str]) -> None:
     code = (
         "import sys, dbo_greenlet.cli.main as m\n"

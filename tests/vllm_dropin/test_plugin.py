@@ -165,7 +165,7 @@ def test_a_runner_engages_and_says_so_in_one_line(gpu, passing_selftest, log):
     assert ENGAGED in wrapper.__dict__
     lines = said(log)
     assert len(lines) == 2  # two runners: `wrapper_of` makes one for its model, too
-    for part in ("dbo_greenlet", "vLLM", "V1 runner", "policy round-robin", "rank 0 of 2"):
+    for part in ("dbo_greenlet", "vLLM", "V1 runner", "greenlets", "policy round-robin", "rank 0 of 2"):
         assert part in lines[-1]
 
 
