@@ -86,9 +86,9 @@ class MicrobatchFailed(DboError, RuntimeError):
     def __str__(self) -> str:
         text: str = self.args[0]
         if self.__cause__ is not None:
-            text += f": {type(self.__cause__).__name__}: {self.__cause__}"
+            text += f": {_in_words(self.__cause__)}"
         for index, error in self.secondary:
-            text += f"; while being unwound, microbatch {index} raised {type(error).__name__}: {error}"
+            text += f"; while being unwound, microbatch {index} raised {_in_words(error)}"
         return text
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -113,7 +113,7 @@ class ReceiveHookError(DboError):
 
     def __str__(self) -> str:
         text: str = self.args[0]
-        return text if self.__cause__ is None else f"{text}: {type(self.__cause__).__name__}: {self.__cause__}"
+        return text if self.__cause__ is None else f"{text}: {_in_words(self.__cause__)}"
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.owner, self.ran_by, self.site))
@@ -196,3 +196,15 @@ class PromptFileError(DboError):
 
 class TraceFileError(DboError):
     """A trace that cannot be read or written; the message names the file and what is wrong with it."""
+
+
+def _in_words(error: BaseException) -> str:
+    """Type and message; where there is no message, as in a bare assert, the line that raised."""
+    name, message = type(error).__name__, str(error)
+    if message or error.__traceback__ is None:
+        return f"{name}: {message}"
+    import traceback
+
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    file = place.filename.replace("\\", "/").rpartition("/")[2]
+    return f"{name} at {file}:{place.lineno}" + (f": {place.line}" if place.line else "")

@@ -239,3 +239,20 @@ def test_each_microbatch_has_a_copy_of_the_callers_context(carrier: str) -> None
     result = Scheduler(carrier=carrier).run([run(0), run(1)])
     assert result.outputs == [["caller", "set by 0"], ["caller", "set by 1"]]
     assert variable.get() == "caller"
+
+
+def test_an_error_without_a_message_is_told_by_the_line_that_raised() -> None:
+    """A bare assert deep in a library has nothing else to say, and its text is all that a remote caller reads."""
+
+    def depth_is_enough(depth: int) -> None:
+        if depth < 1025:
+            raise AssertionError  # the queue is too short
+
+    def entry() -> None:
+        depth_is_enough(1024)
+
+    with pytest.raises(MicrobatchFailed) as caught:
+        Scheduler().run([entry, lambda: None])
+    text = str(caught.value)
+    assert text.startswith("Microbatch 0 of 2 failed in slice 0 before its first yield: AssertionError at test_failure")
+    assert text.endswith(": raise AssertionError  # the queue is too short")
