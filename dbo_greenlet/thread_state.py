@@ -23,7 +23,8 @@ import torch
 
 from . import direct_ops, profiling, yields
 from .ambient import AmbientHandle, Pair, ambient_pairs, register_ambient_state
-from .torch_state import Baseline, Observation, Parked, brief_check, observe, quick_check
+from .torch_observe import Observation, brief_check, observe, quick_check
+from .torch_state import Baseline, Parked
 
 if TYPE_CHECKING:
     from .devices import Device
@@ -49,7 +50,7 @@ class TorchThreadState:
         device: whose current stream is kept apart. None: CUDA's, if CUDA is in use.
         ambient: (save, restore) pairs to keep apart instead of the registered ones.
         host: the caller puts each microbatch's stream on itself, and its model yields under nothing exotic: the stream
-            is not kept, and each slice is followed by `torch_state.brief_check` instead of the whole comparison.
+            is not kept, and each slice is followed by `torch_observe.brief_check` instead of the whole comparison.
     """
 
     __slots__ = (

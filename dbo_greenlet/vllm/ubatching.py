@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from vllm.v1.worker.ubatching import _CURRENT_CONTEXTS, _THREAD_ID_TO_CONTEXT, U
 from ..errors import ForeignSwitchError
 from ..greenlet_carrier import _GO, Carrier, GreenletMicrobatch
 from ..step import running, traced
+from .sites import site_of
 
 __all__ = ["HostContext", "HostMicrobatch", "current_stream", "own_microbatch", "registered", "replace", "restore"]
 
@@ -156,55 +157,9 @@ def own_microbatch(context: UBatchContext) -> HostMicrobatch | None:
     return own if own is not None and own.context is not None and own.context.host is context else None
 
 
-# -- where a yield is -------------------------------------------------------------------------------------------------
-
-# (start of the file's name, function) -> what the yield in it comes before. In low latency the all-to-all's send lies
-# before the yield, which is therefore named after it; in high throughput the yield comes first.
-_SITES = {
-    ("modular_kernel", "_prepare"): "dispatch",
-    ("modular_kernel", "_finalize"): "combine",
-    ("deepep_ht", "_do_dispatch"): "before_dispatch",
-    ("deepep_ht", "_finalize"): "before_combine",
-    ("deepep_ht", "_receiver"): "combine",
-}
-# By code object and instruction: kind of site, and whether it is counted in layers. The value keeps the code alive, so
-# that an identity cannot be used twice.
-_kinds: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
-_names: dict[str, list[str]] = {}
-_HOST_GLOBALS = ubatching.__dict__
-
-
-def _site(microbatch: HostMicrobatch, frame: FrameType | None) -> str:
-    """The label of the yield that `frame`, a function of vLLM's `ubatching`, was called for."""
-    while frame is not None and frame.f_globals is _HOST_GLOBALS:
-        frame = frame.f_back
-    if frame is None:
-        return "yield"
-    known = _kinds.get((id(frame.f_code), frame.f_lasti))
-    if known is None:
-        known = _kind(frame)
-    _, kind, counted = known
-    if not counted:
-        return kind
-    layer = microbatch.passed.get(kind, 0)
-    microbatch.passed[kind] = layer + 1
-    names = _names.setdefault(kind, [])
-    while len(names) <= layer:
-        names.append(f"layer{len(names)}.{kind}")
-    return names[layer]
-
-
-def _kind(frame: FrameType) -> tuple[CodeType, str, bool]:
-    code = frame.f_code
-    file = code.co_filename.replace("\\", "/").rpartition("/")[2]
-    kind = next((k for (start, name), k in _SITES.items() if file.startswith(start) and name == code.co_name), None)
-    known = (code, f"{file}:{frame.f_lineno}" if kind is None else kind, kind is not None)
-    _kinds[(id(code), frame.f_lasti)] = known
-    return known
-
-
 # -- what replaces vLLM's ---------------------------------------------------------------------------------------------
 
+_HOST_GLOBALS = ubatching.__dict__
 _original_cpu_yield = UBatchContext.__dict__["_cpu_yield"]
 _original_current_stream = _HOST_GLOBALS["current_stream"]
 
@@ -223,7 +178,7 @@ def _cpu_yield(self: UBatchContext) -> None:
     context = microbatch.context
     site = context.site
     if site is None:
-        site = _site(microbatch, sys._getframe(1))
+        site = site_of(microbatch.passed, sys._getframe(1))
     else:
         context.site = None
     if microbatch.greenlet is not carrier:
