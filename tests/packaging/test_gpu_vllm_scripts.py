@@ -1,0 +1,196 @@
+"""What of scripts/gpu_vllm*.py and scripts/vllm_bundle.py needs no GPU: tables, merging, the surgery on libraries."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import vllm_bundle
+from gpu_vllm import merge, put
+from gpu_vllm_probe import in_words, quantiles
+from gpu_vllm_rows import FAMILIES, MODES, ROWS, model_config
+from gpu_vllm_table import FAULTS, tables
+
+
+def session(*modes, status="done", **rank):
+    ranks = [{"rank": number, **rank} for number in (0, 1)]
+    return {"modes": list(modes), "status": status, "ranks": ranks, "gpus": 1, "date": "2026-01-02 03:04"}
+
+
+def served(answers, **times):
+    return {
+        "step_ms": None,
+        "forward_ms": None,
+        "hand_off_us": None,
+        "yields_per_step": None,
+        "threads_started_per_step": 0,
+        "most_threads": 0,
+        "rounds_like_the_first": [len(answers)],
+        "answers": answers,
+        **times,
+    }
+
+
+def results(name, *sessions):
+    held = {}
+    for one in sessions:
+        put(held, one)
+    return {"rows": {name: {"row": ROWS[name].describe(), "sessions": held}}}
+
+
+class TestRows:
+    def test_every_mode_is_known_and_in_one_session_of_its_row(self):
+        for row in ROWS.values():
+            modes = [mode for one in row.sessions for mode in one]
+            assert len(modes) == len(set(modes)), row.name
+            assert set(modes) <= set(MODES), row.name
+
+    def test_graphs_are_never_shared_by_two_modes(self):
+        # A graph stays what it was captured as, whatever mode is switched to afterwards.
+        for row in ROWS.values():
+            if row.execution == "graph":
+                assert all(len(one) == 1 for one in row.sessions), row.name
+
+    def test_every_fault_has_words(self):
+        assert {row.name for row in ROWS.values() if row.kind == "fault"} == set(FAULTS)
+
+    @pytest.mark.parametrize("family", sorted(FAMILIES))
+    def test_experts_can_be_shared_out_between_two_ranks(self, family):
+        config = model_config(family, layers=3)
+        experts = config.get("n_routed_experts") or config["num_experts"]
+        assert config["num_hidden_layers"] == 3
+        assert experts % 2 == 0
+
+
+class TestMerging:
+    def test_done_gives_way_to_done_only(self):
+        done, failed = session("threads"), session("threads", status="failed")
+        held = {}
+        put(held, failed)
+        put(held, done)
+        put(held, failed)
+        assert list(held.values()) == [done]
+
+    def test_a_session_takes_the_place_of_those_that_share_a_mode(self):
+        held = {}
+        for one in (session("no DBO"), session("threads"), session("no DBO", "threads", "drop-in")):
+            put(held, one)
+        assert list(held) == ["no DBO + threads + drop-in"]
+
+    def test_rows_of_both_files_are_kept(self):
+        into = results("ll-graph-8", session("threads"))
+        merge(into, results("ll-graph-8", session("drop-in")))
+        merge(into, results("ll-graph-27", session("threads")))
+        assert {name: list(entry["sessions"]) for name, entry in into["rows"].items()} == {
+            "ll-graph-8": ["threads", "drop-in"],
+            "ll-graph-27": ["threads"],
+        }
+
+
+SAME = [[[1, 2], [-0.5, -0.25]], [[3, 4], [-1.0, -2.0]]]
+OTHER = [[[1, 2], [-0.5, -0.25]], [[3, 5], [-1.5, -2.0]]]
+
+
+class TestTables:
+    def table(self, threads, drop_in):
+        one = session("threads", "drop-in", modes={"threads": served(threads), "drop-in": served(drop_in)})
+        return "\n".join(tables(results("ll-compile-8", one)))
+
+    def test_equal_answers_are_called_identical(self):
+        assert "| identical (4 requests) |" in self.table(SAME, SAME)
+
+    def test_other_answers_are_counted(self):
+        text = self.table(SAME, OTHER)
+        assert "2 of 4; first token 4, its log-probability within 0.50" in text
+        assert "identical (" not in text
+
+    def test_an_error_without_its_causes_text_shows_the_cause(self):
+        read = [
+            "MicrobatchFailed: Microbatch 0 of 2 failed: AssertionError: ",
+            "AssertionError: buffer.py:1 assert x > 0",
+        ]
+        one = session("drop-in", outcome="error", user_reads=read, after_s=1.0, printed_by_threads=[])
+        assert "from `AssertionError: buffer.py:1 assert x > 0`" in "\n".join(tables(results("fault-queue-depth", one)))
+
+    def test_what_failed_is_named_and_gives_no_numbers(self):
+        text = "\n".join(tables(results("ll-graph-8", session("threads", status="failed", error=["OSError: no disk"]))))
+        assert "OSError: no disk" in text
+        assert "Host time" not in text
+
+    def test_nothing_run(self):
+        assert tables({"rows": {}}) == ["Nothing has been run."]
+
+
+def test_an_assertion_without_text_is_known_by_its_line():
+    try:
+        assert len("ab") == 3
+    except AssertionError as error:
+        error.args = ()
+        assert 'assert len("ab") == 3' in in_words(error)[0]
+
+
+def test_quantiles_of_a_ramp():
+    assert quantiles([float(value) for value in range(101)]) == {"p10": 10.0, "p50": 50.0, "p90": 90.0, "count": 101}
+    assert quantiles([1.0]) is None
+
+
+def library(path, *entries):
+    """An ELF file with one section .nv_fatbin that holds `entries` (kind, architecture, code) in one container."""
+    payload = b"".join(
+        vllm_bundle.ENTRY_HEADER.pack(kind, 0, vllm_bundle.ENTRY_HEADER.size, len(code), 0, 0, 0, 0, architecture)
+        + code
+        for kind, architecture, code in entries
+    )
+    container = struct.pack("<IHHQ", vllm_bundle.FATBINARY_MAGIC, 1, vllm_bundle.FATBINARY_HEADER.size, len(payload))
+    names = b"\0.nv_fatbin\0.shstrtab\0"
+    body = bytes(8) + container + payload  # the padding comes first: it has to be skipped
+    table = 64 + len(body) + len(names)
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, table)
+    struct.pack_into("<HHH", header, 0x3A, 64, 3, 2)
+    sections = [(0, 0, 0, 0, 0, 0), (1, 1, 0, 0, 64, len(body)), (12, 3, 0, 0, 64 + len(body), len(names))]
+    path.write_bytes(
+        bytes(header) + body + names + b"".join(struct.pack("<IIQQQQ", *one) + bytes(24) for one in sections)
+    )
+    return path
+
+
+class TestBundle:
+    def test_only_machine_code_of_the_architecture_is_left(self, tmp_path):
+        path = library(tmp_path / "lib.so", (1, 90, b"ptx-for-90"), (2, 80, b"code-for-80"), (2, 90, b"code-for-90"))
+        before = path.stat().st_size
+        assert vllm_bundle.keep_architecture(path, 90) == 1
+        left = path.read_bytes()
+        assert b"code-for-90" in left
+        assert b"code-for-80" not in left
+        assert b"ptx-for-90" not in left
+        assert len(left) == before
+
+    def test_a_library_without_it_is_refused_and_untouched(self, tmp_path):
+        path = library(tmp_path / "lib.so", (2, 80, b"code-for-80"))
+        with pytest.raises(vllm_bundle.BundleFailed, match="sm_90"):
+            vllm_bundle.keep_architecture(path, 90)
+        assert b"code-for-80" in path.read_bytes()
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_the_attention_that_is_put_in_is_torchs(self, causal):
+        import torch
+        from gpu_vllm_attention import flash_attn_varlen_func
+
+        torch.manual_seed(0)
+        bounds_q, bounds_k = [0, 3, 7], [0, 5, 9]  # the first sequence has two keys from before
+        q, k, v = torch.randn(7, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 6)
+        out, lse = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=torch.tensor(bounds_q), cu_seqlens_k=torch.tensor(bounds_k), causal=causal,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        for number in (0, 1):
+            here, there = slice(*bounds_q[number : number + 2]), slice(*bounds_k[number : number + 2])
+            m, n = here.stop - here.start, there.stop - there.start
+            mask = torch.ones(m, n, dtype=torch.bool).tril(n - m) if causal else None
+            parts = [x.transpose(0, 1)[None].double() for x in (q[here], k[there], v[there])]
+            expected = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+            torch.testing.assert_close(out[here].double(), expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
+        assert lse.shape == (4, 7)
+        first = torch.logsumexp((q[0, 0] * k[: 3 if causal else 5, 0]).sum(-1) * 8**-0.5, -1)
+        torch.testing.assert_close(lse[0, 0], first)
