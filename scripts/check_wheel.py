@@ -45,6 +45,13 @@ class CheckFailed(Exception):
     """What a user would have found wrong with the wheel."""
 
 
+# What makes the command exist, and what makes vLLM load the plugin.
+ENTRY_POINTS = (
+    "dbo-greenlet = dbo_greenlet.cli.main:main",
+    "dbo_greenlet = dbo_greenlet.vllm.plugin:register",
+)
+
+
 def package_files(package: Path) -> set[str]:
     """Every file of the package in the source tree, relative to its parent, without byte code."""
     return {
@@ -59,6 +66,8 @@ def check_contents(wheel: Path) -> str:
     expected = package_files(ROOT / "dbo_greenlet")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        entry_points = next((n for n in names if n.endswith(".dist-info/entry_points.txt")), None)
+        declared = "" if entry_points is None else archive.read(entry_points).decode()
     inside = {name for name in names if ".dist-info/" not in name}
     if missing := sorted(expected - inside):
         raise CheckFailed(f"not in the wheel: {', '.join(missing)}")
@@ -67,6 +76,9 @@ def check_contents(wheel: Path) -> str:
     assets = [name for name in inside if name.startswith("dbo_greenlet/assets/")]
     if not assets:
         raise CheckFailed("the wheel holds no assets (dbo_greenlet/assets/)")
+    for line in ENTRY_POINTS:
+        if line not in declared.splitlines():
+            raise CheckFailed(f"the wheel does not declare {line!r}")
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
         raise CheckFailed("the wheel holds no licence")
     return f"{len(inside)} files, {len(assets)} of them assets"

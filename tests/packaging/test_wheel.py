@@ -47,6 +47,16 @@ def test_a_file_left_out_or_added_is_noticed(wheel: Path, tmp_path: Path) -> Non
         check_wheel.check_contents(wheel)
 
 
+def test_a_wheel_that_vllm_would_not_load_is_noticed(wheel: Path, tmp_path: Path) -> None:
+    without = tmp_path / "without.whl"
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(without, "w") as target:
+        for name in source.namelist():
+            if name != "tests/stray.py" and not name.endswith("entry_points.txt"):
+                target.writestr(name, source.read(name))
+    with pytest.raises(check_wheel.CheckFailed, match="does not declare"):
+        check_wheel.check_contents(without)
+
+
 def test_the_core_runs_from_the_wheel_where_torch_cannot_be_imported(wheel: Path) -> None:
     step = NO_TORCH.format(wheel=str(wheel)) + check_wheel.CORE_STEP + "print(dbo_greenlet.__file__)\n"
     done = subprocess.run([sys.executable, "-I", "-c", step], capture_output=True, text=True, check=False)
