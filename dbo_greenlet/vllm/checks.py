@@ -58,6 +58,7 @@ class Facts:
         selftest: True if the self-test passed, None if it was not run, else why it failed.
         custom_runner: the name of the user's own subclass of vLLM's runner.
         custom_overrides: the methods that this subclass has in place of those the drop-in replaces.
+        v2_refuses: flags that were given and that vLLM's V2 runner does not take together with DBO.
         plugin_problem: why vLLM would not load the plugin.
     """
 
@@ -78,6 +79,7 @@ class Facts:
     selftest: bool | str | None = None
     custom_runner: str | None = None
     custom_overrides: tuple[str, ...] = ()
+    v2_refuses: tuple[str, ...] = ()
     plugin_problem: str | None = None
 
     @classmethod
@@ -285,6 +287,14 @@ RULES: tuple[Rule, ...] = (
         lambda f: (
             f"the V2 model runner of vLLM {f.vllm} has no DBO; use vLLM {_dotted(OLDEST_V2)} or later, or "
             "VLLM_USE_V2_MODEL_RUNNER=0"
+        ),
+    ),
+    Rule(
+        "flags that V2 refuses",
+        lambda f: bool(f.v2_runner) and bool(f.v2_refuses),
+        lambda f: (
+            f"the V2 model runner of vLLM {f.vllm} does not take DBO together with {_listed(f.v2_refuses, 'and')}; "
+            "leave that out, or set VLLM_USE_V2_MODEL_RUNNER=0"
         ),
     ),
     Rule("vLLM changed", lambda f: bool(f.compat_problems), _say_problems),

@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module, metadata
 from types import SimpleNamespace
@@ -40,6 +40,20 @@ _FLAGS = (
     "enable_expert_parallel",
     "all2all_backend",
 )
+
+
+def _more_than_one(name: str) -> Callable[[Any], bool]:
+    return lambda arguments: (getattr(arguments, name, None) or 1) > 1
+
+
+# What the V2 runner does not take together with DBO, as far as flags tell it (some of it depends on the model).
+_REFUSED_BY_V2: dict[str, Callable[[Any], bool]] = {
+    "--enable-lora": lambda arguments: bool(getattr(arguments, "enable_lora", False)),
+    "--speculative-config": lambda arguments: bool(getattr(arguments, "speculative_config", None)),
+    "--pipeline-parallel-size": _more_than_one("pipeline_parallel_size"),
+    "--decode-context-parallel-size": _more_than_one("decode_context_parallel_size"),
+    "--prefill-context-parallel-size": _more_than_one("prefill_context_parallel_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -136,12 +150,15 @@ def _with_vllm(facts: Facts, words: list[str]) -> Facts:
             # Of any kind: this runs the code of many packages, and which of them is broken is what the user asks.
             return replace(facts, plugin_problem=f"vLLM cannot be imported: {type(error).__name__}: {error}")
         problems = problems_installed()  # before flags are read, because that lets plugins change vLLM
-        parallel = _parallel_config(words)
-        return Facts.of_config(
+        arguments = _parse(words)
+        parallel = _parallel_config(arguments)
+        facts = Facts.of_config(
             SimpleNamespace(parallel_config=parallel),
             v2_runner=_v2_runner(),
             compat_problems=problems,
         )
+        refused = tuple(flag for flag, given in _REFUSED_BY_V2.items() if given(arguments))
+        return replace(facts, v2_refuses=refused)
 
 
 @contextlib.contextmanager
@@ -161,11 +178,10 @@ def _quiet() -> Iterator[None]:
             os.environ["DBO_GREENLET"] = before
 
 
-def _parallel_config(words: list[str]) -> Any:
+def _parallel_config(arguments: Any) -> Any:
     """vLLM's `ParallelConfig` with these flags; its own checks of them are part of making one."""
     from vllm.config import ParallelConfig
 
-    arguments = _parse(words)
     known = {each.name for each in fields(ParallelConfig)}
     given = {name: getattr(arguments, name, None) for name in _FLAGS if name in known}
     try:

@@ -57,9 +57,15 @@ def look_at_flags(vllm_config: Any, enable_dbo: bool, ubatch_size: int) -> None:
     from .checks import Facts, examine
 
     settings = Settings.from_environment()
-    count = 2 if enable_dbo else ubatch_size
-    facts = replace(Facts.of_config(vllm_config), enable_dbo=enable_dbo, ubatch_size=ubatch_size, num_ubatches=count)
-    verdict = examine(facts, settings)
+    try:
+        count = 2 if enable_dbo else ubatch_size
+        facts = Facts.of_config(vllm_config)
+        facts = replace(facts, enable_dbo=enable_dbo, ubatch_size=ubatch_size, num_ubatches=count)
+        verdict = examine(facts, settings)
+    except Exception:
+        # Whatever cannot be told here: the question comes again where a runner is constructed.
+        logger.debug("dbo_greenlet could not look at the flags", exc_info=True)
+        return
     if verdict.refuse:
         raise ConfigurationError(verdict.reason)
     if not verdict.engages:
@@ -92,7 +98,10 @@ def _engage(vllm_config: Any, runner: Any, settings: Settings) -> str | None:
         return verdict.reason
     from .patching import make_operators_direct
 
-    make_operators_direct()
+    try:
+        make_operators_direct()
+    except ConfigurationError as error:
+        return f"vLLM's MoE operators cannot be called directly: {error}"
     rank, world = vllm_config.parallel_config.data_parallel_rank, vllm_config.parallel_config.data_parallel_size
     trace = _observe(vllm_config, settings, rank, world, version, facts.vllm)
     logger.info(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from ..errors import ConfigurationError, IncompatibleHostError
@@ -51,6 +51,8 @@ Decide = Callable[[Any, Any], bool]
 
 # Our modules that have replaced something, in that order.
 _installed: list[Any] = []
+# Runners that could not be taken over, and their constructors.
+_given_up: list[tuple[Any, Any]] = []
 
 
 def is_installed() -> bool:
@@ -87,11 +89,12 @@ def install(decide: Callable[[Any], bool] | None = None) -> None:
             _replace_in(module, chosen)
 
 
-def install_when_imported(decide: Decide, failed: Callable[[Exception], None]) -> None:
+def install_when_imported(decide: Decide, tell: Callable[[str], None]) -> None:
     """Replace the methods of each runner once vLLM imports it; in a process that never does, nothing happens.
 
-    What vLLM lacks is found out later, by `decide`. Only where even the methods are missing, or cannot be replaced,
-    `failed` is called, and nothing is replaced.
+    What vLLM lacks is found out later, by `decide`. Where even the methods of a runner are missing or cannot be
+    replaced, that runner is left as it is, and `tell` hears why when one is constructed: a process may import a runner
+    that it never uses. `tell` may raise.
     """
 
     def act(module: str) -> None:
@@ -99,8 +102,7 @@ def install_when_imported(decide: Decide, failed: Callable[[Exception], None]) -
             if _has_runner(module):
                 _replace_in(module, decide)
         except Exception as error:
-            uninstall()
-            failed(error)
+            _give_up(module, error, tell)
 
     for module in _ROOMS:
         after_import(module, partial(act, module))
@@ -110,8 +112,34 @@ def uninstall() -> None:
     """Put everything back as vLLM made it."""
     for module in _ROOMS:
         forget(module)
+    while _given_up:
+        kind, original = _given_up.pop()
+        kind.__init__ = original
     while _installed:
         _installed.pop().restore()
+
+
+def _give_up(module: str, error: Exception, tell: Callable[[str], None]) -> None:
+    rooms = [room for room in _installed if room.__name__.endswith("." + _ROOMS[module])]
+    for room in rooms:
+        _installed.remove(room)
+        room.restore()
+    if all(room.__name__.endswith(".ubatching") for room in _installed):
+        while _installed:
+            _installed.pop().restore()
+    found = importlib.import_module(module)
+    kind = getattr(found, "UBatchWrapper", None) or getattr(found, "UBatchRunner", None)
+    if kind is None:
+        return
+    original, why = kind.__init__, f"{type(error).__name__}: {error}"
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        tell(why)
+
+    kind.__init__ = __init__
+    _given_up.append((kind, original))
 
 
 def _has_runner(module: str) -> bool:

@@ -12,7 +12,7 @@ import os
 from functools import partial
 from typing import Any
 
-from ..errors import NotEngagedError
+from ..errors import ConfigurationError, NotEngagedError
 from .engagement import decide, logger, look_at_flags
 from .settings import Settings
 
@@ -30,12 +30,14 @@ def register() -> None:
     """
     try:
         settings = Settings.from_environment()
-    except Exception as error:
+    except ConfigurationError as error:
         _say_once(f"dbo_greenlet is off: {error}")
         return
     if settings.mode == "off":
         logger.debug("dbo_greenlet is switched off by DBO_GREENLET")
         return
+    if settings.problem is not None:
+        _say_once(settings.problem)
     try:
         from .patching import install_when_imported
         from .prometheus import announce
@@ -46,15 +48,15 @@ def register() -> None:
     except NotEngagedError:
         raise
     except Exception as error:
-        _cannot(settings, error)
+        _cannot(settings, f"{type(error).__name__}: {error}")
         return
     logger.debug("dbo_greenlet is ready in process %d", os.getpid())
 
 
-def _cannot(settings: Settings, error: Exception) -> None:
+def _cannot(settings: Settings, why: str) -> None:
     if settings.mode == "require":
-        raise NotEngagedError(f"DBO_GREENLET=require is set, but vLLM cannot be taken over: {error}") from error
-    _say_once(f"Microbatches are left to vLLM's own implementation, not run as greenlets: {error}")
+        raise NotEngagedError(f"DBO_GREENLET=require is set, but vLLM cannot be taken over: {why}")
+    _say_once(f"Microbatches are left to vLLM's own implementation, not run as greenlets: {why}")
 
 
 def _say_once(sentence: str) -> None:
@@ -74,7 +76,7 @@ def _watch_flags() -> None:
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
-        look_at_flags(config, self.enable_dbo, self.ubatch_size)
+        look_at_flags(config, bool(getattr(self, "enable_dbo", False)), int(getattr(self, "ubatch_size", 0) or 0))
         return config
 
     create_engine_config._dbo_greenlet = True  # type: ignore[attr-defined]

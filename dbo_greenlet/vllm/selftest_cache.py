@@ -27,8 +27,9 @@ def selftest_problem(timeout: float = 120.0) -> str | None:
         timeout: seconds for each case of a run; ranks that start together compete for the machine.
     """
     file = cache_file()
-    if file.is_file():
-        return None
+    with suppress(OSError):  # a folder that may not be looked into: as below
+        if file.is_file():
+            return None
     result = run_selftest(timeout)
     if not result.ok:
         failed = next(case for case in result.cases if case.status == "failed")

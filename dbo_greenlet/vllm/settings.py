@@ -30,27 +30,31 @@ class Settings:
         trace_dir: the folder for traces, None records nothing.
         trace_every: every how-manieth step is recorded.
         trace_megabytes: upper bound of a rank's traces together, in 10^6 bytes.
+        problem: why nothing is recorded although a folder was named, or None. A mistake there does not keep the
+            microbatches from running as greenlets.
     """
 
     mode: str = "on"
     trace_dir: str | None = None
     trace_every: int = 100
     trace_megabytes: float = 64.0
+    problem: str | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """The settings of this process.
 
         Raises:
-            ConfigurationError: a variable has a value that means nothing; the message names it and what it may be.
+            ConfigurationError: DBO_GREENLET has a value that means nothing; the message says what it may be.
         """
         env = os.environ if environment is None else environment
-        return cls(
-            _mode(env.get("DBO_GREENLET", "")),
-            env.get("DBO_GREENLET_TRACE") or None,
-            int(_positive(env, "DBO_GREENLET_TRACE_EVERY", cls.trace_every, whole=True)),
-            _positive(env, "DBO_GREENLET_TRACE_MB", cls.trace_megabytes),
-        )
+        mode = _mode(env.get("DBO_GREENLET", ""))
+        try:
+            every = int(_positive(env, "DBO_GREENLET_TRACE_EVERY", cls.trace_every, whole=True))
+            megabytes = _positive(env, "DBO_GREENLET_TRACE_MB", cls.trace_megabytes)
+        except ConfigurationError as error:
+            return cls(mode, problem=f"no step is recorded: {error}")
+        return cls(mode, env.get("DBO_GREENLET_TRACE") or None, every, megabytes)
 
 
 def _mode(value: str) -> str:

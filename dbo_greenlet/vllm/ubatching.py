@@ -250,7 +250,7 @@ def _dbo_enabled() -> bool:
 def _dbo_current_ubatch_id() -> int:
     if not _THREAD_ID_TO_CONTEXT:
         return 0
-    if torch.compiler.is_compiling():
+    if _dbo_greenlet_traced[0] and torch.compiler.is_compiling():
         return int(_dbo_greenlet_traced[1])
     return _THREAD_ID_TO_CONTEXT.get(threading.get_ident(), 0)
 

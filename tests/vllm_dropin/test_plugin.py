@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker import ubatching as host
+from vllm.v1.worker.gpu import ubatch_utils
 from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 
 from dbo_greenlet.errors import ConfigurationError, NotEngagedError
@@ -134,26 +135,48 @@ def test_a_variable_that_means_nothing_switches_off_and_says_so_once(monkeypatch
 
 
 def test_a_vllm_whose_functions_changed_is_left_alone(monkeypatch, log):
-    """Its `dbo_yield` closes over something else: the new code does not fit."""
+    """Its `dbo_yield` closes over something else: the new code does not fit. Who builds a runner reads that."""
 
     def other(*args):
         return None
 
     monkeypatch.setattr(host, "dbo_yield", other)
-    enabled = host.dbo_enabled.__code__
+    enabled, run = host.dbo_enabled.__code__, UBatchWrapper._run_ubatches
     plugin.register()
     assert not patching.is_installed()
-    assert host.dbo_enabled.__code__ is enabled
+    assert host.dbo_enabled.__code__ is enabled and UBatchWrapper._run_ubatches is run
     assert "_dbo_greenlet_traced" not in host.__dict__
+    assert said(log) == []
+    wrapper = wrapper_of()
+    assert ENGAGED not in wrapper.__dict__
     (line,) = said(log)
-    assert line.startswith(LEFT)
+    assert line.startswith(LEFT) and "ValueError" in line
 
 
 def test_require_makes_that_an_error(monkeypatch):
     monkeypatch.setattr(host, "dbo_yield", lambda: None)
     monkeypatch.setenv("DBO_GREENLET", "require")
-    with pytest.raises(NotEngagedError, match="DBO_GREENLET=require is set, but vLLM cannot be taken over"):
-        plugin.register()
+    plugin.register()
+    with pytest.raises(NotEngagedError, match="DBO_GREENLET=require is set, but vLLM cannot be taken over: ValueError"):
+        wrapper_of()
+
+
+def test_a_v2_runner_that_changed_does_not_keep_v1_from_engaging(gpu, passing_selftest, monkeypatch, log):
+    monkeypatch.setenv("DBO_GREENLET", "require")
+    monkeypatch.delattr(ubatch_utils.UBatchRunner, "abort_pending_run")
+    monkeypatch.delitem(sys.modules, "dbo_greenlet.vllm.ubatch_runner", raising=False)
+    plugin.register()
+    assert ENGAGED in wrapper_of().__dict__
+
+
+def test_a_mistake_in_the_traces_settings_does_not_switch_off(gpu, passing_selftest, monkeypatch, log):
+    monkeypatch.setenv("DBO_GREENLET", "require")
+    monkeypatch.setenv("DBO_GREENLET_TRACE", "somewhere")
+    monkeypatch.setenv("DBO_GREENLET_TRACE_EVERY", "ten")
+    plugin.register()
+    assert ENGAGED in wrapper_of().__dict__
+    assert said(log)[0] == "no step is recorded: DBO_GREENLET_TRACE_EVERY='ten' is not a whole number of 1 or more"
+    assert step.recorded_to() is None
 
 
 # -- where a runner is constructed -----------------------------------------------------------------------------------
@@ -209,6 +232,28 @@ def test_require_makes_not_engaging_an_error(monkeypatch):
     plugin.register()
     with pytest.raises(NotEngagedError, match="CPU platform"):
         wrapper_of()
+
+
+def test_operators_that_cannot_be_called_directly_leave_it_to_vllm(gpu, passing_selftest, monkeypatch, log):
+    from dbo_greenlet import direct_ops
+
+    def other_parameters(hidden_states):
+        return hidden_states
+
+    monkeypatch.setitem(direct_ops.KNOWN_IMPLEMENTATIONS, "vllm::moe_forward", f"{__name__}:other_parameters")
+    monkeypatch.setattr(sys.modules[__name__], "other_parameters", other_parameters, raising=False)
+    plugin.register()
+    assert ENGAGED not in wrapper_of().__dict__
+    assert any("cannot be called directly: operator 'vllm::moe_forward'" in line for line in said(log))
+
+
+def test_a_cache_that_may_not_be_looked_into_costs_a_run(gpu, passing_selftest, monkeypatch):
+    def locked(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", locked)
+    assert selftest_cache.selftest_problem() is None
+    assert len(passing_selftest) == 1
 
 
 def test_what_goes_wrong_in_here_does_not_stop_the_server(gpu, monkeypatch, log):
@@ -310,3 +355,20 @@ def test_the_front_end_refuses_as_the_worker_does(gpu):
     config = drive.vllm_config()
     with pytest.raises(ConfigurationError, match="without --enable-dbo"):
         engagement.look_at_flags(config, enable_dbo=False, ubatch_size=2)
+
+
+def test_a_vllm_without_those_flags_starts(monkeypatch):
+    """`create_engine_config` is watched; what it asks of the arguments may not be there in another version."""
+    made = drive.vllm_config()
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: made)
+    plugin._watch_flags()
+    assert EngineArgs.create_engine_config(object()) is made
+
+
+def test_what_cannot_be_told_of_the_flags_stops_nobody(monkeypatch, log):
+    def broken(config, **kwargs):
+        raise AttributeError("a platform of somebody else's")
+
+    monkeypatch.setattr(checks.Facts, "of_config", broken)
+    engagement.look_at_flags(drive.vllm_config(), enable_dbo=True, ubatch_size=0)
+    assert said(log) == []
