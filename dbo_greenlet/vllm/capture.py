@@ -19,6 +19,9 @@ __all__ = ["captures_tolerate_other_threads", "graph_capture", "make_blas_handle
 # and does not harm it; in torch's default mode, "global", it invalidates it.
 CAPTURE_MODE = "thread_local"
 
+_tolerant: list[None] = []
+_changed: list[tuple[Any, Any]] = []
+
 
 def make_blas_handles(*streams: Any) -> None:
     """Make this thread's cuBLAS handle and its workspace on each stream, which cannot be done inside a capture."""
@@ -56,10 +59,17 @@ def captures_tolerate_other_threads() -> Iterator[None]:
     For captures that vLLM begins and ends itself. Its default is changed and not the class, which others may have
     imported by name; a caller that states a mode keeps it.
     """
-    init = torch.cuda.graph.__init__
-    defaults = init.__defaults__
-    init.__defaults__ = tuple(CAPTURE_MODE if value == "global" else value for value in defaults or ()) or None
+    # Counted, because two such captures may be prepared at once and end in any order.
+    if not _tolerant:
+        init = torch.cuda.graph.__init__
+        defaults = init.__defaults__
+        init.__defaults__ = tuple(CAPTURE_MODE if value == "global" else value for value in defaults or ()) or None
+        _changed.append((init, defaults))
+    _tolerant.append(None)
     try:
         yield
     finally:
-        init.__defaults__ = defaults
+        _tolerant.pop()
+        if not _tolerant:
+            init, defaults = _changed.pop()
+            init.__defaults__ = defaults

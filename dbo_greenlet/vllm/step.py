@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.worker import ubatching
 from vllm.v1.worker.ubatching import UBatchContext
 
 from ..policy import RoundRobin
@@ -14,7 +13,7 @@ from ..schedule import Schedule
 from ..scheduler import Scheduler, StepResult
 from ..thread_state import TorchThreadState
 from .counters import counters
-from .ubatching import HostMicrobatch, current_stream, registered
+from .ubatching import HostMicrobatch, current_stream, leave_slot, registered
 
 if TYPE_CHECKING:
     from .recording import ServerTrace
@@ -125,7 +124,7 @@ def _until_it_leaves(context: UBatchContext, call: Callable[[], Any]) -> Callabl
         try:
             return call()
         finally:
-            ubatching._CURRENT_CONTEXTS[context.id] = None
+            leave_slot(context)
 
     return entry
 

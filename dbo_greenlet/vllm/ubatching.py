@@ -43,7 +43,16 @@ from ..greenlet_carrier import _GO, Carrier, GreenletMicrobatch
 from ..step import running, traced
 from .sites import site_of
 
-__all__ = ["HostContext", "HostMicrobatch", "current_stream", "own_microbatch", "registered", "replace", "restore"]
+__all__ = [
+    "HostContext",
+    "HostMicrobatch",
+    "current_stream",
+    "leave_slot",
+    "own_microbatch",
+    "registered",
+    "replace",
+    "restore",
+]
 
 _stream_note = getattr(torch_utils, "_current_stream_tls", None)
 
@@ -140,11 +149,20 @@ def registered(contexts: list[UBatchContext]) -> Iterator[list[HostContext]]:
     try:
         yield [HostContext(context, thread) for context in contexts]
     finally:
-        slots[:] = before
         if outer is None:
             _THREAD_ID_TO_CONTEXT.pop(thread, None)
-        else:
+            for context in contexts:
+                leave_slot(context)
+        else:  # a step inside a microbatch
             _THREAD_ID_TO_CONTEXT[thread] = outer
+            slots[:] = before
+
+
+def leave_slot(context: UBatchContext) -> None:
+    """vLLM's table no longer knows `context`; another one that has taken its place stays."""
+    slots = ubatching._CURRENT_CONTEXTS
+    if slots[context.id] is context:
+        slots[context.id] = None
 
 
 def own_microbatch(context: UBatchContext) -> HostMicrobatch | None:

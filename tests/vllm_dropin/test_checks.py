@@ -62,6 +62,11 @@ TRIGGERED = [
     ("vLLM too old", {"vllm": "0.19.1"}, "vLLM 0.19.1 is too old; dbo_greenlet knows vLLM 0.20 and later"),
     ("V2 runner too old", {"vllm": "0.29.0", "v2_runner": True}, "the V2 model runner of vLLM 0.29.0 has no DBO"),
     (
+        "flags that V2 refuses",
+        {"v2_runner": True, "v2_refuses": ("--enable-lora", "--pipeline-parallel-size")},
+        "the V2 model runner of vLLM 0.32.0 does not take DBO together with --enable-lora and --pipeline-parallel-size",
+    ),
+    (
         "vLLM changed",
         {"compat_problems": ("vllm.a is missing",)},
         f"vLLM 0.32.0 is not as dbo_greenlet {__version__} expects it (vllm.a is missing); a newer dbo_greenlet",
@@ -107,6 +112,8 @@ NEARLY = [
     ("vLLM too old", {"vllm": "0.1.dev123+g0a1b2c3"}),  # built without tags: the number says nothing
     ("V2 runner too old", {"vllm": "0.30.0", "v2_runner": True}),
     ("V2 runner too old", {"vllm": "0.29.0"}),
+    ("flags that V2 refuses", {"v2_runner": False, "v2_refuses": ("--enable-lora",)}),
+    ("flags that V2 refuses", {"v2_runner": True, "v2_refuses": ()}),
     ("all-to-all backend", {"all2all_backend": "nixl_ep", "vllm": "0.24.0"}),
     ("all-to-all backend", {"all2all_backend": "allgather_reducescatter", "vllm": "0.33.0", "platform": "rocm"}),
     ("all-to-all backend", {"all2all_backend": "of_tomorrow", "vllm": "0.40.0"}),
