@@ -200,7 +200,11 @@ class TraceFileError(DboError):
 
 def _in_words(error: BaseException) -> str:
     """Type and message; where there is no message, as in a bare assert, the line that raised."""
-    name, message = type(error).__name__, str(error)
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except Exception:
+        return f"{name} (its text cannot be had)"
     if message or error.__traceback__ is None:
         return f"{name}: {message}"
     import traceback

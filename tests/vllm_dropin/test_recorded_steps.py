@@ -1,0 +1,122 @@
+"""Counters and traces of vLLM's real runners: what was run is what is written, and writing changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM, which is driven here (make test-vllm)")
+
+import torch
+
+from dbo_greenlet.errors import MicrobatchFailed
+from dbo_greenlet.trace import Trace, read_trace
+from dbo_greenlet.vllm import decisions
+from dbo_greenlet.vllm.counters import counters
+from dbo_greenlet.vllm.recording import ServerTrace
+from dbo_greenlet.vllm.step import record_to
+from tests.vllm_dropin.drive import Case, Drive, Outcome, drop_in, harness, run_case
+from tests.vllm_dropin.scenarios import break_at, captured, mend
+
+pytestmark = pytest.mark.vllm
+
+STRADDLING = {"queries": [5, 7, 4], "contexts": [2, 0, 6]}
+SITES = {"LL": ("dispatch", "combine"), "HT": ("before_dispatch", "before_combine", "combine")}
+
+
+@pytest.fixture
+def trace(tmp_path: Path):
+    made = ServerTrace(tmp_path, every=1, megabytes=8, rank=0, world=1, settings={})
+    yield made
+    record_to(None)
+    made.close()
+
+
+def recorded(case: Case, trace: ServerTrace) -> tuple[Outcome, Trace]:
+    record_to(trace)
+    with drop_in():
+        outcome = run_case(case)
+    return outcome, close(trace)
+
+
+def close(trace: ServerTrace) -> Trace:
+    path = trace.path
+    record_to(None)
+    trace.close()
+    return read_trace(path)
+
+
+@pytest.mark.parametrize("backend", ["LL", "HT"])
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("mode", ["eager", "capture"])
+def test_recording_changes_nothing_and_names_every_yield(
+    runner: str, backend: str, mode: str, trace: ServerTrace
+) -> None:
+    case = Case(runner, backend, mode, layers=3, batch=STRADDLING)
+    with drop_in():
+        plain = run_case(case)
+    with_trace, read = recorded(case, trace)
+    assert with_trace.log == plain.log
+    for step, other in zip(with_trace.outputs, plain.outputs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(step, other, strict=True))
+    steps = [step for step in read.steps.values() if step.record is not None and step.slices]
+    # Two eager steps; one captured, for V2 after a warm-up. Replays have no slices.
+    assert len(steps) == (1 if (runner, mode) == ("V1", "capture") else 2)
+    sites = [f"layer{layer}.{kind}" for layer in range(3) for kind in SITES[backend]]
+    for step in steps:
+        assert step.record.slices == [[0, 8, 0, 2], [8, 16, 1, 3]]
+        assert step.record.yields == [len(sites)] * 2
+        assert step.decisions == (0, 1) * (len(sites) + 1)
+        assert step.sites[0::2] == step.sites[1::2] == (*sites, "")
+    if mode == "capture":
+        assert steps[-1].record.execution == "captured"
+    assert len({step.record.hash for step in steps}) == 1
+    if backend == "LL":
+        # The sibling runs every receive; the last one of microbatch 1 as microbatch 0 returns.
+        owners = [(receive.ubatch, receive.by) for receive in steps[0].receives_as_run]
+        assert owners == [(0, 1), (1, 0)] * len(sites)
+
+
+def test_a_failed_step_is_written_and_counted(trace: ServerTrace) -> None:
+    record_to(trace)
+    counters.reset()
+    with drop_in(), harness() as log:
+        drive = Drive(Case(layers=2), log)
+        break_at(drive, 1, "layer1")
+        with pytest.raises(MicrobatchFailed):
+            drive.step()
+        mend(drive)
+        drive.step()
+    failed, right = close(trace).steps.values()
+    assert "Microbatch 1 of 2 failed" in failed.record.error
+    assert "expert broke in layer1" in failed.record.error
+    assert right.record.error is None
+    assert counters.snapshot()["executed"] == {"eager": 1, "failed": 1}
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_steps_are_counted_by_how_they_ran(runner: str) -> None:
+    decisions.install()
+    try:
+        counters.reset()
+        with drop_in(), harness() as log:
+            drive = Drive(Case(runner), log)
+            drive.step()
+            drive.step()
+            assert counters.snapshot()["executed"] == {"eager": 2}
+            counters.reset()
+            drive = Drive(Case(runner, mode="capture"), log)
+            captured(drive)
+            warm_up = {"eager": 1} if runner == "V2" else {}
+            assert counters.snapshot()["executed"] == {"captured": 1, **warm_up}
+            drive.replay()
+            drive.replay()
+            assert counters.snapshot()["executed"] == {"captured": 1, "replayed": 2, **warm_up}
+        counters.reset()
+        with drop_in(decide=lambda config: False), harness() as log:
+            Drive(Case(runner), log).step()
+        assert counters.snapshot()["executed"] == {}, "vLLM's threads are not counted as ours"
+    finally:
+        decisions.uninstall()
+        counters.reset()
