@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._guards import CompileContext
 from torch._library.utils import handle_dispatch_mode
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import _pop_mode_temporarily
@@ -71,7 +72,7 @@ class Gate:
             self._operator._op = self.original
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if not self._enabled() or _is_compiling():
+        if not self._enabled() or (_is_compiling() and _compiles_here()):
             return self.through_dispatcher(args, kwargs)
         if _is_function_mode() or has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
             # What the C++ function does first of all. The mode or subclass then calls the operator again.
@@ -115,6 +116,11 @@ class Gate:
     def __getattr__(self, name: str) -> Any:
         # A packet answers questions about dunder names with its `_op`'s.
         return getattr(self.original, name)
+
+
+def _compiles_here() -> bool:
+    """Whether it is this thread that compiles. `is_compiling` is told by a flag of the whole process."""
+    return CompileContext.try_get() is not None or bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 note_direct_callee(Gate.__call__.__code__)

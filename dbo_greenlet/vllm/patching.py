@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import Any
 
 from ..errors import ConfigurationError, IncompatibleHostError
+from ..step import running
 from .after_import import after_import, forget
 
 __all__ = [
@@ -109,7 +110,13 @@ def install_when_imported(decide: Decide, tell: Callable[[str], None]) -> None:
 
 
 def uninstall() -> None:
-    """Put everything back as vLLM made it."""
+    """Put everything back as vLLM made it.
+
+    Raises:
+        ConfigurationError: a step is running, whose next yield would find nobody to hand over to.
+    """
+    if running:
+        raise ConfigurationError("a step is running; take the drop-in out between two steps")
     for module in _ROOMS:
         forget(module)
     while _given_up:

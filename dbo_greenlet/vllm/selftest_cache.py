@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -49,7 +50,10 @@ def cache_file() -> Path:
             parts.append(metadata.version(name))
         except metadata.PackageNotFoundError:
             parts.append("")
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    home = os.path.expanduser("~")
+    if home == "~":  # a user without a home
+        home = tempfile.gettempdir()
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
     return Path(folder, "dbo_greenlet", f"selftest-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.json")
 
 

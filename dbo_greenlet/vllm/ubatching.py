@@ -137,6 +137,9 @@ class HostMicrobatch(GreenletMicrobatch):
             forward_context._forward_context = current
 
 
+_CARRIED = "_dbo_greenlet_carried"  # in the __dict__ of a context that a greenlet carries
+
+
 @contextmanager
 def registered(contexts: list[UBatchContext]) -> Iterator[list[HostContext]]:
     """All of a step's contexts are known to vLLM's tables before the first microbatch runs, and none afterwards."""
@@ -146,6 +149,7 @@ def registered(contexts: list[UBatchContext]) -> Iterator[list[HostContext]]:
     before = list(slots)
     for context in contexts:
         slots[context.id] = context
+        context.__dict__[_CARRIED] = True
     try:
         yield [HostContext(context, thread) for context in contexts]
     finally:
@@ -153,6 +157,11 @@ def registered(contexts: list[UBatchContext]) -> Iterator[list[HostContext]]:
             _THREAD_ID_TO_CONTEXT.pop(thread, None)
             for context in contexts:
                 leave_slot(context)
+                # What a parked runner with threads of its own has there is still alive; what an overlapping step of
+                # another thread had there may be over.
+                other = before[context.id]
+                if other is not None and _CARRIED not in other.__dict__:
+                    slots[context.id] = other
         else:  # a step inside a microbatch
             _THREAD_ID_TO_CONTEXT[thread] = outer
             slots[:] = before

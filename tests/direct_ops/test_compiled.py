@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -175,3 +176,28 @@ def test_a_yield_between_two_graphs_does_not_compile_the_siblings_code() -> None
     assert any("sin" in code for code in backend.graphs)
     assert not any("tanh" in code for code in backend.graphs)
     assert any(on), "otherwise this test shows nothing"
+
+
+def test_another_threads_compiler_does_not_matter() -> None:
+    """That something compiles is told by a flag of the whole process; whether it is this thread is not."""
+    inside, go = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        inside.set()
+        go.wait(60)
+        return graph.forward
+
+    other = threading.Thread(target=lambda: torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2)))
+    with torch.inference_mode():
+        alone = [model(x, "dbo_test::raw") for x in INPUTS]
+        other.start()
+        try:
+            assert inside.wait(60)
+            assert torch.compiler.is_compiling()
+            seen.clear()
+            step = Scheduler().run([lambda x=x: model(x, "dbo_test::raw") for x in INPUTS])
+        finally:
+            go.set()
+            other.join(60)
+    assert seen == [None] * 9
+    assert all(torch.equal(a, b) for a, b in zip(step.outputs, alone, strict=True))

@@ -18,7 +18,7 @@ from vllm.v1.worker import gpu_ubatch_wrapper, ubatching
 from vllm.v1.worker.gpu import ubatch_utils
 from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 
-from dbo_greenlet.errors import MicrobatchFailed
+from dbo_greenlet.errors import ConfigurationError, MicrobatchFailed
 from dbo_greenlet.vllm import patching
 from tests.thread_state.programs import snapshot
 from tests.vllm_dropin.drive import Case, Drive, drop_in, harness, run_case
@@ -352,3 +352,20 @@ def test_a_runner_that_was_engaged_goes_on_with_threads_after_uninstall(runner: 
         second = tensors_of(drive.step())
         assert len(log.step_threads.started) == 2
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_uninstall_waits_for_the_step_to_end() -> None:
+    """Its next yield would find nobody to hand over to."""
+    with drop_in(), harness() as log:
+        drive = Drive(Case(), log)
+        told = []
+
+        def model(**inputs: Any) -> torch.Tensor:
+            with pytest.raises(ConfigurationError, match="a step is running") as caught:
+                patching.uninstall()
+            told.append(caught.value)
+            return drive.model(**inputs)
+
+        drive.wrapper.runnable = model
+        drive.step()
+    assert len(told) == 2
