@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._guards import CompileContext, compile_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -238,12 +239,13 @@ def add_one(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_while_something_is_compiled_calls_go_through_the_dispatcher(
+def test_while_this_thread_compiles_calls_go_through_the_dispatcher(
     direct: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     direct("dbo_test::with_backward")
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    Scheduler().run([lambda: torch.ops.dbo_test.with_backward(INPUTS[0])])
+    with compile_context(CompileContext(None)):
+        Scheduler().run([lambda: torch.ops.dbo_test.with_backward(INPUTS[0])])
     assert seen == ["dbo_test::with_backward"]
 
 
