@@ -24,8 +24,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+from gpu_vllm_rows import DROP_IN, DROP_IN_ONE_CORE
 from setup_env import DEFAULT_TORCH_INDEX, ROOT, Environment, SetupFailed, environment, prepare, vllm_versions
 
 from dbo_greenlet.vllm.compat import problems_in_sources, runners_in_sources, version_in_sources
@@ -46,6 +48,9 @@ SHOWN_BY = {
     "differential": ("test_differential",),
     "import": ("test_compat", "test_plugin"),
 }
+
+
+NOTHING_COLLECTED = 5  # pytest's exit status
 
 
 class NotToBeHad(Exception):
@@ -158,6 +163,8 @@ def check(version: str, options: argparse.Namespace, pytest_arguments: Sequence[
         result.error = f"no environment: {str(failure).splitlines()[0]}"
         return result
     result.tests = run_tests(env, pytest_arguments)
+    if not any(each.get("passed") or each.get("failed") for each in result.tests.values()):
+        result.error = "no test ran"
     return result
 
 
@@ -166,10 +173,12 @@ def run_tests(env: Environment, arguments: Sequence[str]) -> dict[str, dict[str,
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(env.executable), "-m", "pytest", "-m", "vllm", f"--junit-xml={report}", *arguments]
-        subprocess.run(command, cwd=ROOT, check=False)
-        if not report.is_file():
-            return {"other": {"failed": 1}}
-        return outcomes(report)
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        found = outcomes(report) if report.is_file() else {}
+        # pytest may end otherwise than its report tells: with wrong arguments, or broken off.
+        if status not in (0, NOTHING_COLLECTED) and not any(each.get("failed") for each in found.values()):
+            found["other"] = {**found.get("other", {}), "failed": 1}
+        return found
 
 
 def outcomes(report: Path) -> dict[str, dict[str, int]]:
@@ -184,15 +193,16 @@ def outcomes(report: Path) -> dict[str, dict[str, int]]:
     return {name: dict(counter) for name, counter in counted.items()}
 
 
-def versions_on_gpu(report: object) -> set[str]:
-    """Versions of vLLM that appear in a report of scripts/gpu_vllm.py."""
-    if isinstance(report, dict):
-        own = report.get("versions")
-        found = {str(own["vllm"])} if isinstance(own, dict) and "vllm" in own else set()
-        return found.union(*map(versions_on_gpu, report.values()))
-    if isinstance(report, list):
-        return set().union(*map(versions_on_gpu, report))
-    return set()
+def versions_on_gpu(report: dict[str, Any]) -> set[str]:
+    """Versions of vLLM with which a session of scripts/gpu_vllm.py was done that had the drop-in in it."""
+    return {
+        rank["machine"]["versions"]["vllm"]
+        for row in report["rows"].values()
+        for session in row["sessions"].values()
+        if session["status"] == "done" and {DROP_IN, DROP_IN_ONE_CORE} & set(session["modes"])
+        for rank in session["ranks"]
+        if "machine" in rank
+    }
 
 
 def table(results: Iterable[Result]) -> str:
@@ -217,7 +227,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--python", metavar="PATH", help="the Python for new environments")
     parser.add_argument("--torch-index", default=DEFAULT_TORCH_INDEX, help="an index with CPU builds of torch")
     options = parser.parse_args(arguments[:split])
-    on_gpu = set() if options.gpu_report is None else versions_on_gpu(json.loads(options.gpu_report.read_text()))
+    try:
+        on_gpu = set() if options.gpu_report is None else versions_on_gpu(json.loads(options.gpu_report.read_text()))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        parser.error(f"{options.gpu_report} is no report of scripts/gpu_vllm.py: {type(error).__name__}: {error}")
     results = []
     for version in options.versions:
         if not re.fullmatch(r"\d+(\.\d+)+(rc\d+|\.post\d+)?", version):

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_vllm_rank
-from gpu_vllm_engine import write_model
+from gpu_vllm_engine import uses_drop_in, write_model
 from gpu_vllm_rows import ROWS, Row, Session, model_config
 from gpu_vllm_table import tables
 
@@ -65,7 +65,7 @@ class Sitting:
         self.gpus = arguments.gpus
         self.checkpoint = arguments.checkpoint
         self.logs = arguments.logs
-        self.scratch = Path(tempfile.mkdtemp(prefix="gpu_vllm_"))
+        self.scratch = Path()  # of each run
         self.logs.mkdir(parents=True, exist_ok=True)
         self.context = _parent_of_ranks(arguments.site)
         self.port = 29600
@@ -78,6 +78,12 @@ class Sitting:
         In the order of the rows. A timed session runs alone; of others that follow each other, several run side by
         side: most of their time is the start of engines.
         """
+        # Models, results and vLLM's caches. A rank that was killed may still be writing there.
+        with tempfile.TemporaryDirectory(prefix="gpu_vllm_", ignore_cleanup_errors=True) as scratch:
+            self.scratch = Path(scratch)
+            return self._run(rows, only)
+
+    def _run(self, rows: list[Row], only: list[str] | None) -> bool:
         results = load(self.json)
         good = True
         for timed, group in itertools.groupby(rows, key=lambda row: row.timed):
@@ -190,6 +196,11 @@ class Pair:
         else:
             status = "done" if codes == [0, 0] else "failed"
         ranks = [json.loads(path.read_text()) if path.exists() else {} for path in self.results]
+        if self.job["kind"] == "fault" and status == "done":
+            for number in self.job["options"]["ranks"]:
+                if (problem := fault_problem(self.job, ranks[number])) is not None:
+                    status = "failed"
+                    ranks[number]["error"] = [f"not what the row says: {problem}"]
         return {
             "modes": self.job["modes"],
             "status": status,
@@ -206,6 +217,23 @@ class Pair:
             lines = path.read_text(errors="replace").splitlines() if path.exists() else ["(no log)"]
             text += [f"rank {rank} | {line[:240]}" for line in lines[-LOG_LINES:]]
         return "\n".join(text)
+
+
+def fault_problem(job: dict[str, Any], rank: dict[str, Any]) -> str | None:
+    """How what became of a faulty rank is not what its row says, or None.
+
+    The fault has to show, and with the drop-in the caller of the engine has to read the error that started it.
+    """
+    outcome = rank.get("outcome", "none")
+    if outcome == "none":
+        return "the fault did not show"
+    if not uses_drop_in(job):
+        return None
+    if outcome != "error":
+        return f"the outcome is {outcome!r} with the drop-in"
+    if not any(job["options"]["original"] in text for text in rank["user_reads"]):
+        return f"{job['options']['original']!r} is not in what the caller reads: {rank['user_reads'][0]}"
+    return None
 
 
 def _parent_of_ranks(site: Path) -> Any:

@@ -32,7 +32,7 @@ from gpu_vllm_engine import (
     uses_drop_in,
 )
 from gpu_vllm_probe import Probe, gpu_memory_mb, in_words, machine_facts, process_facts, quantiles
-from gpu_vllm_rows import DROP_IN, DROP_IN_ONE_CORE, NO_DBO
+from gpu_vllm_rows import DROP_IN, DROP_IN_ONE_CORE, INJECTED, NO_DBO
 
 
 class Report:
@@ -323,7 +323,7 @@ def _make_fail(model: Any, after_calls: int) -> None:
         if dbo_enabled() and dbo_current_ubatch_id() == 1:
             left[0] -= 1
             if left[0] == 0:
-                raise InjectedFault("layer 2 of the second microbatch failed, on purpose")
+                raise InjectedFault(INJECTED)
         return forward(*args, **kwargs)
 
     layer.forward = failing

@@ -127,9 +127,12 @@ class Row:
 
 
 HIGH_THROUGHPUT = "deepep_high_throughput"
-ONE, BOTH = {"fault": "raise", "ranks": [0]}, {"fault": "raise", "ranks": [0, 1]}
+# A part of the text of the error that starts it all, injected or DeepEP's own.
+INJECTED, TOO_DEEP = "layer 2 of the second microbatch failed, on purpose", "nvshmem_qp_depth"
+ONE = {"fault": "raise", "ranks": [0], "original": INJECTED}
+BOTH = {"fault": "raise", "ranks": [0, 1], "original": INJECTED}
 LONG = {"max_batched_tokens": 500}  # prompts of a hundred tokens and more
-QUEUE = {"fault": "start", "max_batched_tokens": 1024}
+QUEUE = {"fault": "start", "ranks": [0, 1], "original": TOO_DEEP, "max_batched_tokens": 1024}
 
 ROWS: dict[str, Row] = {
     row.name: row

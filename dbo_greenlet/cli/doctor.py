@@ -75,6 +75,7 @@ def _as_text(found: Diagnosis) -> str:
         ("python", facts.python),
         ("deep_ep", found.deep_ep or absent),
         ("environment", " ".join(f"{name}={value}" for name, value in found.environment.items()) or "nothing set"),
+        ("trace", found.settings.problem or found.settings.trace_dir or "none asked for"),
         ("self-test", {True: "passed", None: "not run"}.get(facts.selftest, f"failed: {facts.selftest}")),
     ]
     if facts.vllm is not None:

@@ -52,7 +52,10 @@ class Facts:
         package, vllm, torch, greenlet, python: versions; `vllm` and `torch` are None where not installed.
         platform: vLLM's: "cuda", "rocm", "cpu", "xpu", "tpu", the name of another one, or "none" if it found no device.
         enable_dbo, ubatch_size, data_parallel_size, all2all_backend, enable_expert_parallel: vLLM's flags.
+        asked_backend: the all-to-all backend that was typed, where vLLM has put `all2all_backend` in its place.
         num_ubatches: how many microbatches vLLM makes of them.
+        has_experts: whether the model is a Mixture of Experts. vLLM serves the data-parallel ranks of another one as
+            independent engines, each with a data-parallel size of 1.
         v2_runner: True for vLLM's V2 model runner, False for V1.
         compat_problems: what the installed vLLM lacks of what the drop-in relies on (`compat.problems_installed`).
         selftest: True if the self-test passed, None if it was not run, else why it failed.
@@ -73,7 +76,9 @@ class Facts:
     num_ubatches: int = 0
     data_parallel_size: int = 1
     all2all_backend: str | None = None
+    asked_backend: str | None = None
     enable_expert_parallel: bool | None = None
+    has_experts: bool | None = None
     v2_runner: bool | None = None
     compat_problems: tuple[str, ...] = ()
     selftest: bool | str | None = None
@@ -132,6 +137,7 @@ class Facts:
                 "data_parallel_size": int(getattr(parallel, "data_parallel_size", 1)),
                 "all2all_backend": getattr(parallel, "all2all_backend", None),
                 "enable_expert_parallel": getattr(parallel, "enable_expert_parallel", None),
+                "has_experts": getattr(getattr(vllm_config, "model_config", None), "is_moe", None),
                 "v2_runner": v2_runner,
                 "custom_runner": custom,
                 "custom_overrides": overrides,
@@ -209,8 +215,9 @@ class Rule:
 
 
 def _known_to_break(facts: Facts) -> bool:
-    # A version that nobody has looked at may well have mended it.
-    return facts.on_gpu and facts.data_parallel_size > 1 and not facts.not_checked_yet
+    # A version that nobody has looked at, older or newer, may well do it right.
+    looked_at = not facts.not_checked_yet and facts.release is not None and facts.release >= OLDEST_V1
+    return looked_at and facts.on_gpu and facts.data_parallel_size > 1 and facts.has_experts is not False
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:
@@ -225,6 +232,13 @@ def _backends(facts: Facts) -> list[str]:
 
 def _listed(words: Sequence[str], last: str = "or") -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def _say_backend(facts: Facts) -> str:
+    name = facts.all2all_backend
+    if facts.asked_backend is not None and facts.asked_backend != name:
+        name = f"{facts.asked_backend}, which it takes for {name}"
+    return f"vLLM {facts.vllm} refuses DBO with --all2all-backend {name}; use {_listed(_backends(facts))}"
 
 
 def _say_problems(facts: Facts) -> str:
@@ -301,7 +315,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "all-to-all backend",
         lambda f: not f.not_checked_yet and f.all2all_backend is not None and f.all2all_backend not in _backends(f),
-        lambda f: f"vLLM {f.vllm} refuses DBO with --all2all-backend {f.all2all_backend}; use {_listed(_backends(f))}",
+        _say_backend,
     ),
     Rule(
         "one data-parallel rank",

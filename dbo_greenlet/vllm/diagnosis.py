@@ -158,7 +158,7 @@ def _with_vllm(facts: Facts, words: list[str]) -> Facts:
             compat_problems=problems,
         )
         refused = tuple(flag for flag, given in _REFUSED_BY_V2.items() if given(arguments))
-        return replace(facts, v2_refuses=refused)
+        return replace(facts, v2_refuses=refused, asked_backend=getattr(arguments, "all2all_backend", None))
 
 
 @contextlib.contextmanager
@@ -207,7 +207,13 @@ def _parse(words: list[str]) -> Any:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return parser.parse_args(["serve", *words])
+            try:
+                return parser.parse_args(["serve", *words])
+            except ValueError as error:
+                # Where flags come from a file, vLLM asks for a model before it reads them. None is needed here.
+                if not str(error).startswith("No model specified"):
+                    raise
+                return parser.parse_args(["serve", "model", *words])
     except SystemExit as left:
         if left.code in (0, None):
             raise ConfigurationError("give the flags of a server, and ask vllm serve itself for its help") from None
@@ -221,7 +227,12 @@ def _v2_runner() -> bool | None:
     """Which model runner vLLM takes for DBO; None where a version that nobody has looked at decides by itself."""
     from vllm import envs
 
-    asked = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None)
+    variable = "VLLM_USE_V2_MODEL_RUNNER"
+    try:
+        asked = getattr(envs, variable, None)  # vLLM reads the variable at this moment
+    except ValueError as error:
+        value = os.environ.get(variable)
+        raise ConfigurationError(f"vLLM does not start with {variable}={value!r}; use 0 or 1") from error
     if asked is not None:
         return bool(asked)
     release, newest = release_of(installed_version()), release_of(CHECKED_VERSIONS[-1])

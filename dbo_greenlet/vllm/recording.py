@@ -53,7 +53,7 @@ def _never_raises(method: F) -> F:
         try:
             return method(self, *arguments, **keywords)
         except Exception as error:
-            self._give_up(f"The trace of this server ends here: {type(error).__name__}: {error}")
+            self._give_up(f"The trace of this server ends here: {_error_text(error)}")
             logger.debug("where it came from", exc_info=True)
             return None
 
@@ -252,7 +252,7 @@ class ServerTrace:
             make_line = partial(_header_line, header, every=self._every, megabytes=megabytes, process=self._process)
             self._trace = RollingTrace(folder, rank=self._rank, limit=int(megabytes * 1e6), header=make_line)
         except Exception as error:
-            reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+            reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else _text(error)
             self._give_up(f"The trace in {os.fspath(folder)} is not written: {reason}; the server runs without it.")
             return
         # Not `atexit`: a process that multiprocessing forked passes it over, and vLLM may start its workers so.
@@ -317,6 +317,14 @@ def _numbers(piece: Any) -> list[int]:
     return [int(number) for number in piece]
 
 
+def _text(error: BaseException) -> str:
+    """The error's own text. Made by whoever wrote the error, so it may fail as well."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be had)"
+
+
 def _error_text(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {_text(error)}"
     return text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + " ..."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from types import SimpleNamespace
 
 import pytest
 import vllm_bundle
-from gpu_vllm import merge, put
+from gpu_vllm import Pair, Sitting, merge, put
 from gpu_vllm_probe import in_words, quantiles
 from gpu_vllm_rows import FAMILIES, MODES, ROWS, model_config
 from gpu_vllm_table import FAULTS, tables
@@ -51,6 +53,10 @@ class TestRows:
             if row.execution == "graph":
                 assert all(len(one) == 1 for one in row.sessions), row.name
 
+    def test_every_fault_says_where_it_is_and_by_what_it_is_known(self):
+        faults = [row for row in ROWS.values() if row.kind == "fault"]
+        assert all(row.options["ranks"] and row.options["original"] for row in faults)
+
     def test_every_fault_has_words(self):
         assert {row.name for row in ROWS.values() if row.kind == "fault"} == set(FAULTS)
 
@@ -60,6 +66,99 @@ class TestRows:
         experts = config.get("n_routed_experts") or config["num_experts"]
         assert config["num_hidden_layers"] == 3
         assert experts % 2 == 0
+
+
+ORIGINAL = "InjectedFault: layer 2 of the second microbatch failed, on purpose"
+READ = {"outcome": "error", "user_reads": [f"MicrobatchFailed: Microbatch 1 of 2 failed: {ORIGINAL}", ORIGINAL]}
+OTHER_READ = {"outcome": "error", "user_reads": ["ValueError: torch.cat(): expected a non-empty list of Tensors"]}
+HANG = {"outcome": "hang", "waited_s": 20, "main_thread": ["threading.py:1147 join"]}
+NONE = {"outcome": "none", "complete": 64, "requests": 64}
+
+
+class TestFaults:
+    def outcome(self, tmp_path, row, mode, ranks, codes=None):
+        """Of a pair of ranks that ended so."""
+        pair = object.__new__(Pair)
+        pair.over_limit, pair.begin, pair.ended = False, 0.0, 1.0
+        pair.job = {"kind": "fault", "modes": [mode], "gpus": 1, "options": dict(ROWS[row].options)}
+        pair.results = [tmp_path / f"{number}.json" for number in (0, 1)]
+        for path, rank in zip(pair.results, ranks, strict=True):
+            path.write_text(json.dumps(rank))
+        codes = codes or [3 if rank["outcome"] == "hang" else 0 for rank in ranks]
+        pair.ranks = [SimpleNamespace(exitcode=code) for code in codes]
+        return pair.outcome()
+
+    @pytest.mark.parametrize(
+        ("row", "mode", "ranks"),
+        [
+            ("fault-both-ranks", "drop-in", [READ, READ]),
+            ("fault-one-rank", "drop-in", [READ, HANG]),  # the other rank waits for it in the next collective call
+            ("fault-both-ranks", "threads", [OTHER_READ, OTHER_READ]),
+            ("fault-both-ranks-ht", "threads", [HANG, HANG]),
+            ("stock-queue-depth", "threads", [OTHER_READ, HANG]),
+        ],
+    )
+    def test_a_fault_that_shows_as_it_should_is_done(self, tmp_path, row, mode, ranks):
+        done = self.outcome(tmp_path, row, mode, ranks)
+        assert (done["status"], done["ranks"]) == ("done", ranks)
+
+    @pytest.mark.parametrize(
+        ("row", "mode", "ranks", "words"),
+        [
+            ("fault-both-ranks", "drop-in", [HANG, HANG], "the outcome is 'hang' with the drop-in"),
+            ("fault-one-rank", "drop-in", [HANG, READ], "the outcome is 'hang' with the drop-in"),
+            (
+                "fault-both-ranks",
+                "drop-in",
+                [READ, OTHER_READ],
+                "not in what the caller reads: ValueError: torch.cat()",
+            ),
+            ("fault-queue-depth", "drop-in", [READ, READ], "'nvshmem_qp_depth' is not in what the caller reads"),
+            ("fault-both-ranks-ht", "drop-in", [NONE, NONE], "the fault did not show"),
+            ("fault-one-rank", "threads", [NONE, HANG], "the fault did not show"),
+        ],
+    )
+    def test_a_fault_that_does_not_is_no_success(self, tmp_path, row, mode, ranks, words):
+        failed = self.outcome(tmp_path, row, mode, ranks)
+        assert failed["status"] == "failed"
+        # What was found is kept, and the table says what is wrong with it.
+        assert [rank["outcome"] for rank in failed["ranks"]] == [rank["outcome"] for rank in ranks]
+        failed["date"] = "2026-01-02 03:04"
+        for rank in failed["ranks"]:
+            rank.update(after_s=1.0, printed_by_threads=[])
+        held = {"rows": {row: {"row": ROWS[row].describe(), "sessions": {mode: failed}}}}
+        (last,) = [part for part in tables(held) if part.startswith("**Not done**")]
+        assert f"| {row} | {mode} | failed | not what the row says: " in last and words.replace("`", "'") in last
+
+    def test_a_rank_that_died_is_no_success(self, tmp_path):
+        assert (
+            self.outcome(tmp_path, "fault-both-ranks", "threads", [OTHER_READ, OTHER_READ], [0, 1])["status"]
+            == "failed"
+        )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sitting_leaves_no_scratch_behind(tmp_path, fails):
+    seen = []
+
+    class Observed(Sitting):
+        def __init__(self):
+            self.json, self.together = tmp_path / "results.json", 1
+
+        def _outcomes(self, sessions, at_once):
+            (self.scratch / "vllm_cache_0").mkdir()
+            seen.append(self.scratch)
+            if fails:
+                raise KeyboardInterrupt
+            return [(sessions[0][0], session("threads"))]
+
+    sitting = Observed()
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            sitting.run([ROWS["ll-graph-8"]], None)
+    else:
+        assert sitting.run([ROWS["ll-graph-8"]], None)
+    assert seen and not seen[0].exists()
 
 
 class TestMerging:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import check_vllm_versions as script
 import pytest
@@ -110,9 +112,31 @@ def test_the_table_says_no_more_than_was_checked(result: Result, words: str) -> 
     assert result.checked == words
 
 
-def test_gpu_runs_are_found_in_their_report() -> None:
-    report = {"rows": {"a": [{"machine": {"versions": {"torch": "2.11", "vllm": "0.26.0"}}}], "b": {"versions": 3}}}
-    assert script.versions_on_gpu(report) == {"0.26.0"}
+def gpu_session(version: str, *modes: str, status: str = "done") -> dict[str, object]:
+    machine = {"versions": {"torch": "2.11", "vllm": version}}
+    # In the rows where no engine starts, a rank tells nothing of its machine.
+    return {"status": status, "modes": list(modes), "ranks": [{"rank": 0}, {"rank": 1, "machine": machine}]}
+
+
+def test_on_a_gpu_is_what_ran_there_with_the_drop_in() -> None:
+    sessions = [
+        gpu_session("0.24.0", "no DBO", "threads"),
+        gpu_session("0.25.0", "drop-in", status="failed"),
+        gpu_session("0.26.0", "drop-in"),
+        gpu_session("0.27.0", "threads", "drop-in, one core"),
+        gpu_session("0.28.0", "drop-in", status="ended at its limit"),
+    ]
+    report = {"rows": {"a": {"sessions": dict(enumerate(sessions[:3]))}, "b": {"sessions": dict(enumerate(sessions))}}}
+    assert script.versions_on_gpu(report) == {"0.26.0", "0.27.0"}
+
+
+def test_another_file_than_a_gpu_report_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "other.json"
+    for text in ("[]", '{"a": 1}', '{"rows": {"a": {}}}', "{"):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match="2"):
+            script.main(["7.0.0", "--gpu-report", str(file)])
+        assert f"{file} is no report of scripts/gpu_vllm.py: " in capsys.readouterr().err
 
 
 def test_signatures_of_trees_that_fit_and_do_not(
@@ -135,3 +159,42 @@ def test_signatures_of_trees_that_fit_and_do_not(
     assert "not checked: its metadata names version 6.0.0" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         script.main(["../x"])
+
+
+@pytest.mark.parametrize(
+    ("tests", "status", "words"),
+    [
+        ("def test_a(): pass", 0, "| signatures only |"),
+        ("import pytest\n@pytest.mark.skip\ndef test_a(): pass", 1, "| signatures only, no test ran |"),
+        ("", 1, "| signatures only, no test ran |"),
+        ("def test_a(): raise KeyError", 1, "| signatures; 1 tests fail |"),
+        ("def test_a(: pass", 1, "| signatures; 1 tests fail |"),
+        # Broken off: the report has one test, which passed.
+        ("import pytest\ndef test_a(): pass\ndef test_b(): pytest.exit('no')", 1, "| signatures; 1 tests fail |"),
+    ],
+    ids=["passed", "skipped", "none", "failed", "not collected", "broken off"],
+)
+def test_where_no_test_ran_the_check_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tests: str,
+    status: int,
+    words: str,
+) -> None:
+    """The environment is this one; pytest runs for real, on a file of its own."""
+    monkeypatch.setattr(script.sources, "__defaults__", (tmp_path,))
+    write_tree(tmp_path / "7.0.0", "7.0.0")
+    monkeypatch.setattr(script, "vllm_versions", lambda: ["7.0.0"])
+    monkeypatch.setattr(script, "environment", lambda name, version: SimpleNamespace(executable=sys.executable))
+    monkeypatch.setattr(script, "prepare", lambda *arguments: None)
+    file = tmp_path / "test_some.py"
+    file.write_text(f"{tests}\n")
+    options = ["-c", "/dev/null", f"--rootdir={tmp_path}", "-m", "", "-p", "no:cacheprovider", "-q", str(file)]
+    assert script.main(["7.0.0", "--", *options]) == status
+    assert capsys.readouterr().out.splitlines()[-1].endswith(words)
+
+
+def test_wrong_arguments_for_pytest_are_no_success() -> None:
+    env = SimpleNamespace(executable=sys.executable)
+    assert script.run_tests(env, ["--no-such-option"]) == {"other": {"failed": 1}}

@@ -87,6 +87,16 @@ TRIGGERED = [
         "use deepep_low_latency or deepep_high_throughput",
     ),
     ("all-to-all backend", {"all2all_backend": "allgather_reducescatter", "vllm": "0.33.0"}, "or nixl_ep"),
+    (
+        "all-to-all backend",
+        {"all2all_backend": "allgather_reducescatter", "asked_backend": "pplx"},
+        "refuses DBO with --all2all-backend pplx, which it takes for allgather_reducescatter; use deepep_low_latency,",
+    ),
+    (
+        "all-to-all backend",
+        {"all2all_backend": "allgather_reducescatter", "asked_backend": "allgather_reducescatter"},
+        "refuses DBO with --all2all-backend allgather_reducescatter; use deepep_low_latency,",
+    ),
     ("one data-parallel rank", {"data_parallel_size": 1}, "the data-parallel size is 1, and vLLM splits no step then"),
     (
         "custom runner",
@@ -154,8 +164,11 @@ def test_what_vllm_breaks_on_is_refused_and_nothing_else(ubatch_size: int, words
     for version in CHECKED_VERSIONS:
         assert verdict(vllm=version, **flags).refuse
     assert words in verdict(**flags).reason
-    # Started fine without us: one rank never splits, a CPU has no such runner, and a later version may have mended it.
-    for harmless in ({"data_parallel_size": 1}, {"platform": "cpu"}, {"vllm": "0.40.0"}, {"vllm": "0.1.dev7"}):
+    assert verdict(**flags, has_experts=True).refuse
+    # Started fine without us: one rank never splits, nor do the ranks of a dense model, a CPU has no such runner, and
+    # nobody has looked at later and at much older versions.
+    unknown = ({"vllm": "0.40.0"}, {"vllm": "0.1.dev7"}, {"vllm": "0.19.1"}, {"has_experts": False})
+    for harmless in ({"data_parallel_size": 1}, {"platform": "cpu"}, *unknown):
         found = verdict(**flags, **harmless)
         assert not found.engages and not found.refuse, harmless
     others = [changes for rule, changes, _ in TRIGGERED if "ubatch_size" not in changes or changes["ubatch_size"] < 2]
@@ -243,13 +256,16 @@ def test_the_facts_of_a_configuration() -> None:
     assert facts.platform == current_platform.device_type
     assert (facts.enable_dbo, facts.num_ubatches, facts.ubatch_size, facts.data_parallel_size) == (True, 2, 0, 4)
     assert (facts.all2all_backend, facts.enable_expert_parallel, facts.v2_runner) == ("nixl_ep", True, False)
-    assert (facts.custom_overrides, facts.selftest) == (("_capture_ubatches",), True)
+    assert (facts.custom_overrides, facts.selftest, facts.has_experts) == (("_capture_ubatches",), True, None)
     assert str(facts.custom_runner).endswith("Own")
     assert examine(replace(facts, platform="cuda"), ON).rule == "custom runner"
 
     facts = Facts.of_config(config, v2_runner=True)
     assert (facts.v2_runner, facts.custom_runner, facts.custom_overrides) == (True, None, ())
     assert examine(replace(facts, platform="cuda"), ON).engages
+
+    dense = SimpleNamespace(parallel_config=config.parallel_config, model_config=SimpleNamespace(is_moe=False))
+    assert Facts.of_config(dense).has_experts is False
 
     three = SimpleNamespace(parallel_config=ParallelConfig(ubatch_size=3, all2all_backend="nixl_ep"))
     assert examine(replace(Facts.of_config(three), platform="cuda"), ON).rule == "more than two microbatches"

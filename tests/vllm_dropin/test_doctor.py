@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,26 @@ def test_the_self_test_is_told(monkeypatch: pytest.MonkeyPatch, problem: str | N
     monkeypatch.setattr("dbo_greenlet.vllm.selftest_cache.selftest_problem", lambda: problem)
     done = in_process("doctor")
     assert done.returncode == 1 and words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "row"),
+    [
+        ({}, "none asked for"),
+        ({"DBO_GREENLET_TRACE": "a/folder"}, "a/folder"),
+        (
+            {"DBO_GREENLET_TRACE": "a/folder", "DBO_GREENLET_TRACE_EVERY": "1O"},
+            "no step is recorded: DBO_GREENLET_TRACE_EVERY='1O' is not a whole number of 1 or more",
+        ),
+    ],
+)
+def test_the_trace_is_told(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], row: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    lines = in_process("doctor", "--no-selftest").stdout.splitlines()
+    assert f"trace         {row}" in lines
+    _, found = doctor()
+    assert found["settings"]["problem"] == (row if "EVERY" in row else None)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +174,41 @@ def test_a_server_that_would_not(
     assert (code, found["engages"], found["rule"]) == (1, False, rule), found["reason"]
     assert found["refuse"] == ("--ubatch-size" in flags)
     assert found["environment"] == variables
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("typed", ["pplx", "naive"])
+def test_a_backend_that_is_gone_is_named_as_it_was_typed(typed: str) -> None:
+    code, found = doctor("--platform", "cuda", "--", "--enable-dbo", "-dp", "2", "--all2all-backend", typed)
+    assert (code, found["rule"]) == (1, "all-to-all backend")
+    assert f"--all2all-backend {typed}, which it takes for allgather_reducescatter;" in found["reason"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("model", [[], ["a/model"], ["model: a/model"]], ids=["none", "typed", "in the file"])
+def test_flags_from_a_file(tmp_path: Path, model: list[str]) -> None:
+    inside = [each for each in model if each.startswith("model:")]
+    flags = ["enable-dbo: true", "data-parallel-size: 2", "enable-expert-parallel: true", *inside]
+    file = tmp_path / "flags.yaml"
+    file.write_text("\n".join([*flags, f"all2all-backend: {BACKEND.partition('=')[2]}"]))
+    typed = [each for each in model if each not in inside]
+    code, found = doctor("--platform", "cuda", "--", *typed, "--config", str(file))
+    assert (code, found["engages"]) == (0, True), found["reason"]
+    # What is typed goes before what the file says, and what neither of them may say is an error as ever.
+    _, found = doctor("--platform", "cuda", "--", *typed, "--config", str(file), "-dp", "1")
+    assert found["rule"] == "one data-parallel rank"
+    file.write_text("enable-dboo: true")
+    done = in_process("doctor", "--no-selftest", "--", *typed, "--config", str(file), *([] if typed else ["-dp", "2"]))
+    assert done.returncode == 2 and "vLLM does not take these flags: unrecognized arguments:" in done.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("value", ["true", ""])
+def test_a_choice_of_runner_that_is_no_number(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    done = in_process("doctor", "--no-selftest", "--", *SERVER)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert one_sentence(done.stderr) == f"vLLM does not start with VLLM_USE_V2_MODEL_RUNNER={value!r}; use 0 or 1"
 
 
 @pytest.mark.vllm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -355,6 +356,18 @@ def test_the_front_end_refuses_as_the_worker_does(gpu):
     config = drive.vllm_config()
     with pytest.raises(ConfigurationError, match="without --enable-dbo"):
         engagement.look_at_flags(config, enable_dbo=False, ubatch_size=2)
+
+
+@pytest.mark.parametrize("ubatch_size", [2, 3])
+def test_the_front_end_does_not_refuse_a_dense_model(gpu, log, ubatch_size):
+    """vLLM makes independent engines of its ranks, which split nothing and start."""
+    config = drive.vllm_config()
+    config.model_config = SimpleNamespace(is_moe=False)
+    engagement.look_at_flags(config, enable_dbo=False, ubatch_size=ubatch_size)
+    assert any(line.startswith(LEFT) for line in said(log))
+    config.model_config = SimpleNamespace(is_moe=True)
+    with pytest.raises(ConfigurationError):
+        engagement.look_at_flags(config, enable_dbo=False, ubatch_size=ubatch_size)
 
 
 def test_a_vllm_without_those_flags_starts(monkeypatch):

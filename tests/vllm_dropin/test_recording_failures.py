@@ -155,6 +155,42 @@ def test_what_cannot_be_written_ends_the_recording_and_not_the_server(tmp_path: 
     assert len(read_trace(path).steps) == 1
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_a_text_is_written_by_its_name(tmp_path: Path, warnings) -> None:
+    with serving(tmp_path) as server:
+        trace = server.trace
+        trace.due()
+        cuts = [(0, 1, 0, 1), (1, 2, 1, 2)]
+        trace.split_step(kind="eager", slices=cuts, tokens=2, padded=2, schedule=None, error=Speechless())
+        path = trace.path
+        server.step()
+    assert (warnings, trace.problem) == ([], None)
+    first, second = (step.record for step in read_trace(path).steps.values())
+    assert first.error == "Speechless: (its text cannot be had)" and second.error is None
+
+
+def test_a_failure_without_a_text_ends_the_recording_and_not_the_server(tmp_path: Path, warnings) -> None:
+    def cuts():
+        raise Speechless
+
+    class Settings(dict):
+        def items(self):
+            raise Speechless
+
+    with serving(tmp_path) as server:
+        server.trace.due()
+        server.trace.split_step(kind="eager", slices=(cuts() for _ in "1"), tokens=2, padded=2, schedule=None)
+        assert not server.step()
+    assert warnings == ["The trace of this server ends here: Speechless: (its text cannot be had)"]
+    trace = ServerTrace(tmp_path, every=1, megabytes=1, rank=1, world=2, settings=Settings())
+    serve_on(trace)
+    assert trace.problem is not None and "is not written: (its text cannot be had)" in trace.problem
+
+
 def test_steps_in_one_thread_and_the_end_in_another(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         path = server.trace.path
