@@ -13,6 +13,7 @@ getters are used.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from pathlib import Path
@@ -47,7 +48,9 @@ def _locate() -> memoryview | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        # The library that torch runs on, or none: a second copy of it must never be loaded.
+        path = str(Path(torch.__file__).parent / "lib" / "libc10.so")
+        libc10 = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         dlsym = ctypes.CDLL(None).dlsym
     except (OSError, AttributeError):
         return None

@@ -12,6 +12,7 @@ what changes in the struct is what is read from then on. Where that finds anythi
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 import threading
@@ -89,7 +90,9 @@ def _look() -> ThreadWords | None:
 
 def _struct(library: str, getter: str) -> memoryview | None:
     try:
-        function = getattr(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / library)), getter)
+        # The library that torch runs on, or none: a second copy of it must never be loaded.
+        path = str(Path(torch.__file__).parent / "lib" / library)
+        function = getattr(ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD), getter)
     except (OSError, AttributeError):
         return None
     function.restype = ctypes.c_void_p
