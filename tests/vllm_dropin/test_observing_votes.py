@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from types import SimpleNamespace
 
@@ -130,6 +131,10 @@ def test_replays_of_microbatched_graphs_are_counted_and_others_are_not():
     assert counters.snapshot()["executed"] == {"replayed": 2}
 
 
+@pytest.mark.skipif(
+    "dp_sync_state" not in inspect.signature(v2_runner.dispatch_cg_and_sync_dp).parameters,
+    reason="drafters of this vLLM vote by themselves",
+)
 def test_a_drafter_that_goes_by_its_steps_decision_is_not_a_step():
     answers = v2_step([RankVote(50, 50), RankVote(50, 50)], NUMBERS)
     before = counters.snapshot()

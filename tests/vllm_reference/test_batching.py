@@ -5,6 +5,7 @@ Of vLLM only the process group is replaced: `all_reduce` adds up what the simula
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -40,6 +41,8 @@ from dbo_greenlet.batching import (
     split_step,
 )
 from dbo_greenlet.errors import ConfigurationError
+
+HAS_GRAPH_FLAG = "decode_graph_eligible" in {each.name for each in dataclasses.fields(InputBatch)}  # since 0.31
 
 pytestmark = pytest.mark.vllm
 
@@ -92,7 +95,7 @@ def make_both(requests, padding, request_padding=0) -> tuple[StepInput, InputBat
         num_computed_prefill_tokens_np=per_request,
         is_prefilling_np=per_request.astype(bool),
         has_prefill=False,
-        decode_graph_eligible=True,
+        **({"decode_graph_eligible": True} if HAS_GRAPH_FLAG else {}),
         input_ids=ids,
         positions=positions,
         is_padding=torch.arange(padded) >= tokens,
