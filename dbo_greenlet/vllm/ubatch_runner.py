@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,22 +21,13 @@ from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner
 from ..errors import ConfigurationError
 from .capture import captures_tolerate_other_threads, make_blas_handles
 from .step import run_step
+from .swap import Swap, is_engaged
 from .ubatching import current_stream
 
-__all__ = ["is_engaged", "replace", "restore"]
+__all__ = ["replace", "restore"]
 
-_METHODS = ("__init__", "begin_capturable_run", "abort_pending_run")
-_original: dict[str, Callable[..., Any]] = {name: UBatchRunner.__dict__[name] for name in _METHODS}
 # Since vLLM 0.33: the first token of each microbatch.
 _TAKES_OFFSETS = "token_offsets" in inspect.signature(host.make_ubatch_contexts).parameters
-
-_ENGAGED = "_dbo_greenlet_engaged"
-_decide: Callable[[Any, Any], bool] | None = None
-
-
-def is_engaged(runner: UBatchRunner) -> bool:
-    """Whether this runner's microbatches run as greenlets."""
-    return _ENGAGED in runner.__dict__
 
 
 class PendingRun:
@@ -72,12 +63,6 @@ class PendingRun:
         self._stack.close()
 
 
-def _init(self: UBatchRunner, *args: Any, **kwargs: Any) -> None:
-    _original["__init__"](self, *args, **kwargs)
-    if _decide is not None and _decide(self.vllm_config, self):
-        self.__dict__[_ENGAGED] = True
-
-
 def _begin_capturable_run(
     self: UBatchRunner,
     model: Any,
@@ -85,8 +70,8 @@ def _begin_capturable_run(
     ubatch_state: Any,
     for_capture: bool = False,
 ) -> Callable[[], Any]:
-    if _ENGAGED not in self.__dict__:
-        return _original["begin_capturable_run"](self, model, model_inputs, ubatch_state, for_capture)
+    if not is_engaged(self):
+        return _swap.original["begin_capturable_run"](self, model, model_inputs, ubatch_state, for_capture)
     slices = ubatch_state.slices
     if not len(slices) == len(ubatch_state.forward_contexts) == self.num_ubatches:
         raise ConfigurationError(
@@ -122,30 +107,13 @@ def _begin_capturable_run(
 
 
 def _abort_pending_run(self: UBatchRunner) -> None:
-    if _ENGAGED not in self.__dict__:
-        _original["abort_pending_run"](self)
+    if not is_engaged(self):
+        _swap.original["abort_pending_run"](self)
         return
     pending = self._pending_finish
     if isinstance(pending, PendingRun):
         pending.drop()
 
 
-_REPLACEMENTS = dict(zip(_METHODS, (_init, _begin_capturable_run, _abort_pending_run), strict=True))
-for _name, _method in _REPLACEMENTS.items():
-    update_wrapper(_method, _original[_name])  # signature and text stay vLLM's
-
-
-def replace(decide: Callable[[Any, Any], bool]) -> None:
-    """Put the replacements in; `decide(vllm_config, runner)` says whether a new runner engages."""
-    global _decide
-    _decide = decide
-    for name, method in _REPLACEMENTS.items():
-        setattr(UBatchRunner, name, method)
-
-
-def restore() -> None:
-    """Put vLLM's own methods back; runners that were engaged go on with threads."""
-    global _decide
-    _decide = None
-    for name, method in _original.items():
-        setattr(UBatchRunner, name, method)
+_swap = Swap(UBatchRunner, begin_capturable_run=_begin_capturable_run, abort_pending_run=_abort_pending_run)
+replace, restore = _swap.replace, _swap.restore

@@ -8,7 +8,7 @@ decide, once for each wrapper, whether it engages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,42 +19,24 @@ from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 
 from .capture import graph_capture, make_blas_handles
 from .step import count_replay, run_step
+from .swap import Swap, is_engaged
 
-__all__ = ["is_engaged", "replace", "restore"]
-
-_METHODS = ("__init__", "__call__", "_run_ubatches", "_capture_ubatches")
-_original: dict[str, Callable[..., Any]] = {name: UBatchWrapper.__dict__[name] for name in _METHODS}
-
-# Set on a wrapper that engages. In its __dict__, so that `UBatchWrapper.__getattr__` never asks the model for it.
-_ENGAGED = "_dbo_greenlet_engaged"
-
-_decide: Callable[[Any, Any], bool] | None = None
-
-
-def is_engaged(wrapper: UBatchWrapper) -> bool:
-    """Whether this wrapper's microbatches run as greenlets."""
-    return _ENGAGED in wrapper.__dict__
-
-
-def _init(self: UBatchWrapper, *args: Any, **kwargs: Any) -> None:
-    _original["__init__"](self, *args, **kwargs)
-    if _decide is not None and _decide(self.vllm_config, self):
-        self.__dict__[_ENGAGED] = True
+__all__ = ["replace", "restore"]
 
 
 def _call(self: UBatchWrapper, *args: Any, **kwargs: Any) -> Any:
-    if _ENGAGED in self.__dict__:
+    if is_engaged(self):
         context = get_forward_context()
         slices = context.ubatch_slices
         full = slices is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
         if full and sum(each.num_tokens for each in slices) in self.cudagraphs:
             count_replay()
-    return _original["__call__"](self, *args, **kwargs)
+    return _swap.original["__call__"](self, *args, **kwargs)
 
 
 def _run_ubatches(self: UBatchWrapper, ubatch_metadata: list[Any], model: Callable[..., Any]) -> Any:
-    if _ENGAGED not in self.__dict__:
-        return _original["_run_ubatches"](self, ubatch_metadata, model)
+    if not is_engaged(self):
+        return _swap.original["_run_ubatches"](self, ubatch_metadata, model)
     # The microbatches put their own forward contexts on; this gives the caller's back.
     slices = _slices()
     with override_forward_context(None):
@@ -63,8 +45,8 @@ def _run_ubatches(self: UBatchWrapper, ubatch_metadata: list[Any], model: Callab
 
 
 def _capture_ubatches(self: UBatchWrapper, ubatch_metadata: list[Any], model: Callable[..., Any]) -> Any:
-    if _ENGAGED not in self.__dict__:
-        return _original["_capture_ubatches"](self, ubatch_metadata, model)
+    if not is_engaged(self):
+        return _swap.original["_capture_ubatches"](self, ubatch_metadata, model)
     first = ubatch_metadata[0].context
     slices = _slices()
     with override_forward_context(None):
@@ -109,22 +91,5 @@ def _join(outputs: list[Any]) -> Any:
     return torch.cat(outputs, dim=0) if join is None else join(outputs)
 
 
-_REPLACEMENTS = dict(zip(_METHODS, (_init, _call, _run_ubatches, _capture_ubatches), strict=True))
-for _name, _method in _REPLACEMENTS.items():
-    update_wrapper(_method, _original[_name])  # signature and text stay vLLM's
-
-
-def replace(decide: Callable[[Any, Any], bool]) -> None:
-    """Put the replacements in; `decide(vllm_config, wrapper)` says whether a new wrapper engages."""
-    global _decide
-    _decide = decide
-    for name, method in _REPLACEMENTS.items():
-        setattr(UBatchWrapper, name, method)
-
-
-def restore() -> None:
-    """Put vLLM's own methods back; wrappers that were engaged go on with threads."""
-    global _decide
-    _decide = None
-    for name, method in _original.items():
-        setattr(UBatchWrapper, name, method)
+_swap = Swap(UBatchWrapper, __call__=_call, _run_ubatches=_run_ubatches, _capture_ubatches=_capture_ubatches)
+replace, restore = _swap.replace, _swap.restore
