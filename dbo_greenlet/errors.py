@@ -203,7 +203,7 @@ def _in_words(error: BaseException) -> str:
     name = type(error).__name__
     try:
         message = str(error)
-    except Exception:
+    except Exception:  # whatever a foreign __str__ raises: this is on the way of another error
         return f"{name} (its text cannot be had)"
     if message or error.__traceback__ is None:
         return f"{name}: {message}"

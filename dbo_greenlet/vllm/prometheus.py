@@ -60,7 +60,7 @@ def announce() -> None:
         # Every front end imports it. We do not: it brings the client, which chooses its multiprocess mode when it is
         # imported, by a variable that vLLM may set after it has loaded the plugins.
         after_import(_HOST_METRICS, _watch_registries)
-    except Exception:
+    except Exception:  # whatever it is, a server does not stop for its metrics
         logger.debug("dbo_greenlet has no metrics", exc_info=True)
 
 
@@ -76,7 +76,7 @@ def publish(counters: StepCounters, rank: int | None = None) -> None:
         return
     try:
         _published[os.getpid()] = _publish_in(Path(folder), counters, _own_rank() if rank is None else rank)
-    except Exception:
+    except Exception:  # whatever it is, a server does not stop for its metrics
         logger.debug("dbo_greenlet has no metrics", exc_info=True)
 
 
@@ -165,7 +165,7 @@ def _publish_in(folder: Path, counters: StepCounters, rank: int) -> mmap.mmap:
         if os.write(descriptor, bytes(BLOCK_SIZE)) != BLOCK_SIZE:
             raise DboError(f"no room for {BLOCK_SIZE} bytes in {folder}")
         block = mmap.mmap(descriptor, BLOCK_SIZE)
-    except BaseException:
+    except BaseException:  # passed on; only the half-made file must not stay
         os.unlink(name)
         raise
     finally:
@@ -200,7 +200,7 @@ def _watch_registries() -> None:
         for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
             if getattr(module, "__dict__", {}).get("get_prometheus_registry") is original:
                 module.get_prometheus_registry = ours  # type: ignore[attr-defined]
-    except Exception:
+    except Exception:  # whatever it is, a server does not stop for its metrics
         logger.debug("dbo_greenlet has no metrics", exc_info=True)
 
 
@@ -220,5 +220,5 @@ def _register(registry: Any) -> None:
         if registry not in _registries:
             registry.register(StepCollector())
             _registries.add(registry)
-    except Exception:
+    except Exception:  # whatever it is, a server does not stop for its metrics
         logger.debug("dbo_greenlet has no metrics", exc_info=True)
