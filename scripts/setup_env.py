@@ -187,6 +187,8 @@ def _prepare_locked(env: Environment, interpreter: str | None, torch_index: str)
     start = time.monotonic()
     unusable = why_unusable(env) if env.folder.exists() else None
     if unusable is not None:
+        if env.folder.is_symlink():  # what it leads to is somebody else's
+            raise SetupFailed(f"{name} is a link to an environment that {unusable}; remove the link, run make again")
         _say(f"{name} {unusable}: making it afresh")
         shutil.rmtree(env.folder)
     if not env.folder.exists():

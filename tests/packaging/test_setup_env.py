@@ -106,3 +106,13 @@ def test_a_shim_that_fails_is_passed_over(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_override_of_another_version_is_not_taken() -> None:
     assert find_interpreter("3.99", sys.executable) is None
+
+
+def test_a_link_to_somebody_elses_environment_is_not_removed(project: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    setup_env.environment("core", THIS_MINOR).folder.symlink_to(elsewhere)
+    with pytest.raises(setup_env.SetupFailed, match="is a link to an environment"):
+        prepare()
+    assert (elsewhere / "kept").exists()
