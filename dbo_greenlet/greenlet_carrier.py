@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from greenlet import getcurrent, greenlet
 
 from .errors import ForeignSwitchError, SchedulerInternalError, StepAborted, UnsafeYieldError
+from .slice_bracket import Slice
 from .step import Microbatch, Step, running, step_over, traced
 
 if TYPE_CHECKING:
     from .scheduler import StepHooks
+    from .slice_bracket import SliceBracket
     from .switch_state import SwitchState
 
 __all__ = ["Carrier", "CarrierPool", "GreenletMicrobatch", "run_step"]
@@ -209,7 +211,14 @@ def run_step(step: Step, choose: Callable[[], int], state: SwitchState, hooks: S
 
 def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks, thread: int) -> None:
     unchanged, leave, resume = state.unchanged, state.leave, state.resume
-    begin_slice, end_slice = hooks.before_slice, hooks.after_slice
+    begin_slice, end_slice, bracket = hooks.before_slice, hooks.after_slice, hooks.bracket
+    # Any: without streams the keys are all None, and never differ.
+    streams: Any = getattr(state, "streams", None)
+    stream_now = None
+    if streams is not None:
+        stream_key, stream_now = streams.key, streams.baseline
+        for each in step.microbatches:
+            each.stream = stream_now
     check_choice, slice_ended, strict = step.check_choice, step.slice_ended, step.strict
     microbatches, count, decisions, sites = step.microbatches, step.count, step.decisions, step.sites
     # What a yield costs is mostly what it touches: between two yields a model pushes this loop out of the processor's
@@ -232,14 +241,26 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
         else:
             argument = microbatch
             microbatch.started = True
+        if microbatch.stream != stream_now:
+            streams.put(microbatch.stream)
         if begin_slice:
             hooks.notify(begin_slice, microbatch)
+        if bracket is not None:
+            this = Slice(index, microbatch.slice_number, len(decisions), microbatch.site)
+            bracket.begin(this)
         if microbatch.saved_state is None:
             arrived = microbatch.switch(argument)
             if not unchanged():
                 leave(microbatch)
         else:
             arrived = resume(microbatch, microbatch.switch, _GO)
+        if bracket is not None:
+            _end_bracket(bracket, this, microbatch)
+        if streams is not None:
+            stream_now = stream_key()
+            if microbatch.stream != stream_now:
+                microbatch.stream = stream_now
+                streams.meet()
         if arrived is microbatch:
             key = (microbatch.site, microbatch.greenlet._stack_saved)
             if strict or key not in _safe_paths or not key[1]:
@@ -267,6 +288,16 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             microbatch.slice_number += 1
         if end_slice:
             hooks.notify(end_slice, microbatch)
+
+
+def _end_bracket(bracket: SliceBracket, this: Slice, microbatch: GreenletMicrobatch) -> None:
+    this.end_site = "" if microbatch.ended else microbatch.site
+    try:
+        bracket.end(this)
+    except Exception:
+        # A slice that failed half-way leaves a bracket with half a slice: its complaint would hide the reason.
+        if microbatch.error is None:
+            raise
 
 
 def _raise_meddling(step: Step) -> None:
@@ -331,7 +362,10 @@ def _unwind(step: Step, state: SwitchState, thread: int) -> None:
 
 
 def _throw(microbatch: Any, error: BaseException, state: SwitchState) -> None:
-    """Raise `error` in a parked microbatch, with its own thread state on."""
+    """Raise `error` in a parked microbatch, with its own thread state and stream on."""
+    streams = getattr(state, "streams", None)
+    if streams is not None and streams.key() != microbatch.stream:
+        streams.put(microbatch.stream)
     if microbatch.saved_state is None:
         microbatch.greenlet.throw(error)
         state.leave(microbatch)

@@ -46,6 +46,7 @@ __all__ = ["CARRIERS", "Scheduler", "StepResult"]
 
 if TYPE_CHECKING:
     from .devices import Device
+    from .slice_bracket import SliceBracket
 
 T = TypeVar("T")
 logger = logging.getLogger("dbo_greenlet")
@@ -72,12 +73,15 @@ class StepResult(Generic[T]):
 class StepHooks:
     """What the carriers of one step need besides the step itself.
 
-    The instruments, sorted by what they listen to so that an unused event costs one test; the caller's context; and
-    the scheduler's idle greenlets.
+    The instruments, sorted by what they listen to so that an unused event costs one test; the caller's context; the
+    scheduler's idle greenlets; and what is put round each slice.
     """
 
-    def __init__(self, instruments: list[Any], pool: greenlet_carrier.CarrierPool) -> None:
+    def __init__(
+        self, instruments: list[Any], pool: greenlet_carrier.CarrierPool, bracket: SliceBracket | None = None
+    ) -> None:
         self.instruments = instruments
+        self.bracket = bracket
         self.pool = pool
         self.before_slice = self.listeners("before_slice")
         self.after_slice = self.listeners("after_slice")
@@ -161,12 +165,19 @@ class Scheduler:
         self.watchdog = watchdog
         self._pool = greenlet_carrier.CarrierPool()
 
-    def run(self, entries: Sequence[Callable[[], T]], contexts: Sequence[Any] | None = None) -> StepResult[T]:
+    def run(
+        self,
+        entries: Sequence[Callable[[], T]],
+        contexts: Sequence[Any] | None = None,
+        *,
+        bracket: SliceBracket | None = None,
+    ) -> StepResult[T]:
         """Run one step: every entry to completion, interleaved at its yield points.
 
         Args:
             entries: one callable per microbatch, N >= 1, all on the same model.
             contexts: one `UBatchContext` per microbatch (streams and events), or None where no stream is switched.
+            bracket: what to run round each slice, on the slice's own stream. What it raises fails the step.
 
         Raises:
             MicrobatchFailed: an entry raised; its error is the cause. Siblings are unwound, the thread's state is
@@ -188,7 +199,7 @@ class Scheduler:
         )
         thread = get_ident()
         step.outer = running.get(thread)
-        hooks = StepHooks(self.instruments, self._pool)
+        hooks = StepHooks(self.instruments, self._pool, bracket)
         if hooks.instruments:
             if registered := hooks.listeners("recv_registered"):
                 step.on_register = lambda owner: hooks.notify(registered, owner)

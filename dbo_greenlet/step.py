@@ -134,6 +134,7 @@ class Microbatch:
         "slice_number",
         "started",
         "step",
+        "stream",
         "successor",
     )
 
@@ -148,6 +149,7 @@ class Microbatch:
         self.started = False
         self.done = False
         self.saved_state: Any = None
+        self.stream: Any = None  # key of the stream it left the thread on; None where no stream is kept
         self.result: Any = None
         self.error: BaseException | None = None
         self.outstanding: list[Receive] = []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .devices import Device
     from .step import Microbatch
 
-__all__ = ["PlainSwitchState", "SwitchState"]
+__all__ = ["PlainSwitchState", "StreamKeeper", "SwitchState"]
 
 
 class SwitchState(Protocol):
@@ -27,9 +27,15 @@ class SwitchState(Protocol):
     puts that state on round `switch(argument)` and then takes off again what differs. `finish` ends the step, also a
     failed one, with the baseline on.
 
+    The current stream is no part of this: it changes at many yields, and putting the baseline's back between two
+    slices that want the same other one would be two changes for nothing. The hub itself keeps it, by `streams`, and
+    changes it only where the next slice wants another one than the last slice left.
+
     `thread_begin` and `thread_end` bracket a microbatch that is carried by an OS thread of its own.
     `unsafe_call(frame)` names the operator whose C++ frame lies between a parked microbatch's yield and its entry.
     """
+
+    streams: StreamKeeper | None
 
     def start(self) -> None: ...
     def unchanged(self) -> bool: ...
@@ -41,39 +47,53 @@ class SwitchState(Protocol):
     def unsafe_call(self, frame: FrameType | None) -> str | None: ...
 
 
+class StreamKeeper:
+    """The current stream of `device` during one step: `key()` names it, `put(key)` makes it current.
+
+    `baseline` is the key of the stream on which the step began; `meet()` lets the device remember the current one, so
+    that `put` can find it again.
+    """
+
+    __slots__ = ("baseline", "key", "meet", "put")
+
+    def __init__(self, device: Device) -> None:
+        self.meet: Callable[[], Any] = device.current_stream
+        # A device of the four verbs alone, as a test may write it, is served by its stream objects.
+        self.key: Callable[[], Any] = getattr(device, "stream_key", device.current_stream)
+        self.put: Callable[[Any], None] = getattr(device, "put_stream", device.set_stream)
+        self.meet()
+        self.baseline = self.key()
+
+    def restore(self) -> None:
+        """The stream on which the step began is current."""
+        if self.key() != self.baseline:
+            self.put(self.baseline)
+
+
 class PlainSwitchState:
     """Without torch: the current stream of `device` (None: nothing at all) is all there is to keep."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = device
-        self._baseline: Any = None
+        self.streams: StreamKeeper | None = None
 
     def start(self) -> None:
         if self._device is not None:
-            self._baseline = self._device.current_stream()
+            self.streams = StreamKeeper(self._device)
 
     def unchanged(self) -> bool:
-        return self._device is None or self._device.current_stream() is self._baseline
+        return True
 
     def leave(self, microbatch: Microbatch) -> None:
-        device = self._device
-        if device is None or self.unchanged():
-            microbatch.saved_state = None
-        else:
-            microbatch.saved_state = device.current_stream()
-            device.set_stream(self._baseline)
+        microbatch.saved_state = None
 
     def resume(self, microbatch: Microbatch, switch: Callable[[Any], Any], argument: Any) -> Any:
-        if self._device is not None:
-            self._device.set_stream(microbatch.saved_state)
-        try:
-            return switch(argument)
-        finally:
-            self.leave(microbatch)
+        """Never called: nothing is ever saved."""
+        return switch(argument)
 
     def finish(self) -> None:
-        if self._device is not None and self._device.current_stream() is not self._baseline:
-            self._device.set_stream(self._baseline)
+        if self.streams is not None:
+            self.streams.restore()
 
     def thread_begin(self) -> None:
         """A new thread has its own current stream, and the carrier puts it on the microbatch's."""

@@ -21,6 +21,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .errors import SchedulerInternalError, StepAborted
+from .slice_bracket import Slice
 from .step import Microbatch, Step, running, step_over, traced
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class LockSignal:
 class Baton:
     """What the threads of one step share."""
 
-    __slots__ = ("choose", "fault", "hooks", "over", "state", "step")
+    __slots__ = ("choose", "fault", "hooks", "over", "slice", "state", "step")
 
     def __init__(self, step: Step, choose: Callable[[], int], state: SwitchState, hooks: StepHooks) -> None:
         self.step = step
@@ -77,6 +78,7 @@ class Baton:
         self.hooks = hooks
         self.over = threading.Event()
         self.fault: BaseException | None = None
+        self.slice: Slice | None = None  # the one that runs, where there is a bracket
 
     def slice_ended(self, microbatch: Microbatch) -> Any:
         """The hub's part at the end of a slice: record it and decide who is next, None where nobody is left.
@@ -85,6 +87,9 @@ class Baton:
         happens to do the bookkeeping: it is kept for the thread that called `run`, and the microbatch is unwound.
         """
         try:
+            if (bracket := self.hooks.bracket) is not None and (this := self.slice) is not None:
+                this.end_site = microbatch.site
+                bracket.end(this)
             self.step.slice_ended(microbatch)
             if self.hooks.after_slice:
                 self.hooks.notify(self.hooks.after_slice, microbatch)
@@ -104,6 +109,9 @@ class Baton:
         traced[0], traced[1] = True, microbatch.index
         if self.hooks.before_slice:
             self.hooks.notify(self.hooks.before_slice, microbatch)
+        if (bracket := self.hooks.bracket) is not None:
+            self.slice = Slice(microbatch.index, microbatch.slice_number, len(self.step.decisions), microbatch.site)
+            bracket.begin(self.slice)
 
 
 class ThreadMicrobatch(Microbatch):

@@ -23,6 +23,7 @@ import torch
 
 from . import direct_ops, profiling, yields
 from .ambient import AmbientHandle, Pair, ambient_pairs, register_ambient_state
+from .switch_state import StreamKeeper
 from .torch_observe import Observation, brief_check, observe, quick_check
 from .torch_state import Baseline, Parked
 
@@ -47,7 +48,7 @@ class TorchThreadState:
     `dbo_range`s, and what `register_ambient_state` was told of.
 
     Args:
-        device: whose current stream is kept apart. None: CUDA's, if CUDA is in use.
+        device: whose current stream the hub keeps apart. None: CUDA's, if CUDA is in use.
         ambient: (save, restore) pairs to keep apart instead of the registered ones.
         host: the caller puts each microbatch's stream on itself, and its model yields under nothing exotic: the stream
             is not kept, and each slice is followed by `torch_observe.brief_check` instead of the whole comparison.
@@ -65,6 +66,7 @@ class TorchThreadState:
         "_seen",
         "_threads",
         "_values",
+        "streams",
         "unchanged",
     )
 
@@ -76,6 +78,7 @@ class TorchThreadState:
         self._host = host
         self._threads: dict[int, Baseline] = {}
         self._parked: list[Parked] = []
+        self.streams: StreamKeeper | None = None
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -83,15 +86,16 @@ class TorchThreadState:
         """Remember the thread's state as the baseline, and let registered custom ops be called directly."""
         extras = ambient_pairs() if self._ambient is None else self._ambient
         device = self._device
-        if device is not None:
-            extras = ((device.current_stream, device.set_stream), *extras)
-        quick = len(extras) == (device is not None) and not profiling.used
+        quick = not extras and not profiling.used
         cuda_device = None
         if _HAS_CUDA and torch.cuda.is_initialized():
-            with_stream = device is None and not self._host
-            extras = (*extras, *_cuda_pairs(with_stream))
-            quick = quick and not with_stream
+            extras = (*extras, *_CUDA_PAIRS)
             cuda_device = torch._C._cuda_getDevice
+            if device is None and not self._host:
+                from .devices.cuda import cuda_device as device_of
+
+                device = device_of(cuda_device())
+        self.streams = None if device is None else StreamKeeper(device)
         self._extras = extras
         self._values = [save() for save, _ in extras]
         self._depth = profiling.depth()
@@ -101,7 +105,7 @@ class TorchThreadState:
         if brief is not None:
             self.unchanged = brief
         elif quick:
-            self.unchanged = quick_check(self._seen, device and device.current_stream, profiling, cuda_device)
+            self.unchanged = quick_check(self._seen, profiling, cuda_device)
         else:
             self.unchanged = self._unchanged_with_extras
         self._engaged = direct_ops.engage()
@@ -144,6 +148,8 @@ class TorchThreadState:
     def finish(self) -> None:
         """The thread's state is the baseline again, also after a failure in the middle of `leave` or `resume`."""
         try:
+            if self.streams is not None:
+                self.streams.restore()
             profiling.close_above(self._depth)
             for parked in self._parked:
                 parked.leave_guards()
@@ -192,23 +198,12 @@ class TorchThreadState:
         return direct_ops.find_unsafe_call(frame)
 
 
-def _cuda_pairs(with_stream: bool) -> tuple[Pair, ...]:
-    """Save and restore of what CUDA keeps per thread; the stream only where no `Device` keeps it."""
-    device: Pair = (torch._C._cuda_getDevice, torch.cuda.set_device)
-    dtype: Pair = (lambda: torch.get_autocast_dtype("cuda"), lambda value: torch.set_autocast_dtype("cuda", value))
-    if not with_stream:
-        return (device, dtype)
-    index = torch._C._cuda_getDevice()
-
-    def save() -> Any:
-        # Three numbers; torch.cuda.current_stream() builds an object of them and takes twenty times as long.
-        return torch._C._cuda_getCurrentStream(index)
-
-    def restore(value: Any) -> None:
-        # By way of the public function, looked up now: engines replace it to keep their own note of the stream.
-        stream_id, device_index, device_type = value
-        torch.cuda.set_stream(
-            torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-        )
-
-    return (device, dtype, (save, restore))
+# Save and restore of what CUDA keeps per thread, but for the stream.
+_CUDA_PAIRS: tuple[Pair, ...] = (
+    (
+        (torch._C._cuda_getDevice, torch.cuda.set_device),
+        (lambda: torch.get_autocast_dtype("cuda"), lambda value: torch.set_autocast_dtype("cuda", value)),
+    )
+    if _HAS_CUDA
+    else ()
+)

@@ -98,18 +98,16 @@ def observe() -> Observation:
 
 def quick_check(
     wanted: Observation,
-    current_stream: Callable[[], Any] | None = None,
     ranges: Any = None,
     cuda_device: Callable[[], int] | None = None,
 ) -> Callable[[], bool]:
     """A function that says whether the thread's state is `wanted`: `observe() == wanted` at a third of its price.
 
-    Every component is compared; only the key sets are read in another way, where `key_sets` has one. With
-    `current_stream`, what it answers now is part of the state; with `ranges` (the module `profiling`), that none of
-    them was ever opened; with `cuda_device`, the current device and CUDA's autocast dtype. A closure and not a method,
-    because this is what a yield spends most of its time on: what it compares with is then at hand.
+    Every component is compared; only the key sets are read in another way, where `key_sets` has one. With `ranges` (the
+    module `profiling`), it is part of the state that none of them was ever opened; with `cuda_device`, the current
+    device and CUDA's autocast dtype. A closure and not a method, because this is what a yield spends most of its time
+    on: what it compares with is then at hand.
     """
-    stream = None if current_stream is None else current_stream()
     device_index = None if cuda_device is None else cuda_device()
     cuda_dtype = _autocast_dtype("cuda")
     words = key_sets.view()
@@ -117,13 +115,12 @@ def quick_check(
     if words is None or wanted[_DISPATCH] or wanted[_FUNCTION]:
         return lambda: (
             observe() == wanted
-            and (current_stream is None or current_stream() is stream)
             and (ranges is None or not ranges.used)
             and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
         )
     include, exclude = words
     if flags is not None:
-        return _quickest_check(wanted, words, flags, current_stream, stream, ranges, cuda_device)
+        return _quickest_check(wanted, words, flags, ranges, cuda_device)
     # In the order of the positions above; what is not named is in the words, or known to be empty.
     (_, _, inference, _, dispatch_on, grad, forward_grad, multithreading, view_replay, _, function_on, function_off,
      device, nesting, cache, cpu_dtype, callback) = wanted  # fmt: skip
@@ -147,7 +144,6 @@ def quick_check(
             and _is_autocast_cache() is cache
             and _autocast_dtype("cpu") is cpu_dtype
             and _frame_callback() is callback
-            and (current_stream is None or current_stream() is stream)
             and (ranges is None or not ranges.used)
             and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
         )
@@ -159,8 +155,6 @@ def _quickest_check(
     wanted: Observation,
     words: memoryview,
     flags: thread_words.ThreadWords,
-    current_stream: Callable[[], Any] | None,
-    stream: Any,
     ranges: Any,
     cuda_device: Callable[[], int] | None,
 ) -> Callable[[], bool]:
@@ -187,7 +181,6 @@ def _quickest_check(
             and _is_autocast_cache() is cache
             and _autocast_dtype("cpu") is cpu_dtype
             and _frame_callback() is callback
-            and (current_stream is None or current_stream() is stream)
             and (ranges is None or not ranges.used)
             and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
         )

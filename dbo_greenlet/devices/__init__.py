@@ -1,7 +1,7 @@
 """What a device must be able to do: streams, events, which stream is current, and one waiting for the other.
 
-Four verbs are enough for every schedule this package knows, and small enough that a device can be written for a test in
-a screen. Streams and events are opaque to everybody but their device.
+A handful of verbs is enough for every schedule this package knows, and few enough that a device can be written for a
+test in a screen. Streams and events are opaque to everybody but their device.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ class Device(Protocol):
         """The stream that is current on this OS thread. The same object as long as it is the same stream."""
 
     def set_stream(self, stream: Any) -> None: ...
+
+    def stream_key(self) -> Any:
+        """The current stream as something that is cheap to get and to compare with `==`."""
+
+    def put_stream(self, key: Any) -> None:
+        """Make the stream with that key current; `current_stream` was called while it was."""
 
     def record(self, event: Any, stream: Any) -> None:
         """Mark, in `event`, everything enqueued on `stream` so far."""

@@ -61,6 +61,10 @@ class CpuDevice:
     def set_stream(self, stream: CpuStream) -> None:
         self._current.stream = stream
 
+    # A stream of this device is its own key.
+    stream_key = current_stream
+    put_stream = set_stream
+
     def record(self, event: CpuEvent, stream: CpuStream) -> None:
         stream.marks += 1
         event.stream, event.mark = stream, stream.marks
