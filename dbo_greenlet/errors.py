@@ -20,6 +20,7 @@ __all__ = [
     "ConfigurationError",
     "DboError",
     "ForeignSwitchError",
+    "GraphCaptureError",
     "IncompatibleHostError",
     "MicrobatchFailed",
     "NotEngagedError",
@@ -155,6 +156,10 @@ class UnsafeYieldError(DboError):
 
 class ForeignSwitchError(DboError):
     """Somebody else's greenlet took part in a step: it switched into a microbatch or the hub, or called a yield."""
+
+
+class GraphCaptureError(DboError):
+    """A step could not be captured into a CUDA graph; the cause is what was raised inside the capture."""
 
 
 class ScheduleDecodeError(DboError):

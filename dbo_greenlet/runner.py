@@ -7,14 +7,17 @@
 One step is: vote; pad and cut where the vote says so; run the microbatches under the scheduler, or the whole batch at
 once; join the comm stream into the compute stream; merge. What a step needs beyond its batch is made once and kept:
 contexts with their streams and events, and the buffers of query offsets and sequence lengths.
+
+On a GPU the decode steps can be graphs (`graph_sizes`, `capture_graphs`): captured once for each size, on the thread
+that runs the runner, and replayed from then on with one launch and no allocation (`step_graphs` says which steps).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,11 +37,23 @@ from .batching import (
     split_step,
 )
 from .devices import Device, cpu_device
-from .errors import ConfigurationError, MicrobatchFailed, RankFailedError, ReceiveHookError, ScheduleDivergence
+from .errors import (
+    ConfigurationError,
+    MicrobatchFailed,
+    RankFailedError,
+    ReceiveHookError,
+    ScheduleDivergence,
+    SchedulerInternalError,
+)
 from .microbatch import UBatchContext, make_ubatch_contexts
 from .policy import Policy
 from .schedule import Schedule
 from .scheduler import Scheduler
+from .step_graphs import CapturedStep, StepGraphs
+
+if TYPE_CHECKING:
+    from .graphs import GraphPool
+    from .slice_bracket import SliceBracket
 
 __all__ = ["MODES", "RankLink", "Runner", "StepOutput"]
 
@@ -67,15 +82,21 @@ class StepOutput:
 
     Attributes:
         output: what the model returns, with as many rows as the batch that came in; None where no rank had a token.
+            Of a replayed step it is valid until the next replay.
         decision: split or not, with the reason, and the votes.
         slices: the cut, one per microbatch; () where the step was not split.
         schedule: the scheduler's decisions; None where there were none to take (not split, or one after the other).
+            A replayed step has those of its capture.
+        execution: "eager", or "replayed" from a graph.
+        timeline: where the runner has a `GpuTimeline` and the step was split: what `read()` gives its GPU times.
     """
 
     output: Any
     decision: Decision
     slices: tuple[UBatchSlice, ...] = ()
     schedule: Schedule | None = None
+    execution: str = "eager"
+    timeline: Any = None
 
     @property
     def yields(self) -> tuple[int, ...]:
@@ -99,6 +120,11 @@ class Runner:
         compare_schedules: after each split step, compare its schedule hash with the other ranks'. It costs a small
             all-gather a step.
         inference_mode: wrap each step in `torch.inference_mode()`: once, round all microbatches.
+        graph_sizes: steps in which every request has one new token are padded, tokens and requests, to the next of
+            these sizes, and run as a graph once `capture_graphs` was called. The same on every rank.
+        use_graphs: False pads and captures nothing, so that eager steps have the shapes that graphs would have.
+        all2all: the model's all-to-all, asked whether it can be captured.
+        timeline: a `GpuTimeline`: the split steps' slices are timed on the GPU, in graphs too.
 
     A runner runs one step at a time.
 
@@ -123,6 +149,10 @@ class Runner:
         max_requests: int = 256,
         compare_schedules: bool = False,
         inference_mode: bool = True,
+        graph_sizes: Sequence[int] = (),
+        use_graphs: bool = True,
+        all2all: Any = None,
+        timeline: Any = None,
     ) -> None:
         self.settings = VoteSettings() if settings is None else settings
         self.group = group
@@ -145,6 +175,28 @@ class Runner:
         self._buffers = self._make_buffers(max_requests)
         self._contexts: list[UBatchContext] = []
         self._joined = self.device.new_event()
+        self._timeline = timeline
+        self._graphs = StepGraphs(graph_sizes, self._tensor_device()) if graph_sizes else None
+        self._pool: GraphPool | None = None
+        if graph_sizes and use_graphs:
+            self._pool = _graph_pool(self.device, carrier, kv_cache, all2all)
+
+    def capture_graphs(self, mode: str = "auto") -> list[CapturedStep]:
+        """Capture what steps of that mode can ask for, and return all that is captured. Every rank calls it alike.
+
+        Each graph is preceded by an eager run of the same step, whose requests are padding: it writes nothing into the
+        KV cache, but takes part in the all-to-all.
+
+        Raises:
+            ConfigurationError: the runner was made without graphs, or an unknown mode.
+            GraphCaptureError: a capture failed. What was captured before it stays usable; so does the process.
+        """
+        if self._graphs is None or self._pool is None:
+            raise ConfigurationError("this runner makes no graphs; give it graph_sizes and use_graphs=True")
+        if mode not in ("auto", "never"):
+            raise ConfigurationError(f"mode={mode!r} has no graphs; choose auto or never")
+        with torch.inference_mode(self._inference_mode):
+            return self._graphs.capture_all(self._unsplit if mode == "never" else self.settings, self._capture)
 
     def step(
         self, step: StepInput, *, mode: str = "auto", policy: Policy | None = None, veto: Veto = Veto.NONE
@@ -169,7 +221,7 @@ class Runner:
         """
         if mode not in MODES:
             raise ConfigurationError(f"mode={mode!r} is not known; choose one of {', '.join(MODES)}")
-        vote = RankVote.of_step(step, veto=veto)
+        vote = self._vote(step, veto)
         try:
             decision = decide(self._votes(vote), self._unsplit if mode == "never" else self.settings)
             if all(each.num_tokens == 0 for each in decision.votes):
@@ -187,6 +239,11 @@ class Runner:
             # A microbatch met it, but it is no failure of that microbatch.
             raise RankFailedError(heard.rank, heard.microbatch, heard.reason) from error
 
+    def _vote(self, step: StepInput, veto: Veto) -> RankVote:
+        vote = RankVote.of_step(step, veto=veto)
+        size = None if self._graphs is None else self._graphs.size_for(step)
+        return vote if size is None else replace(vote, num_padded_tokens=size)
+
     def _votes(self, vote: RankVote) -> list[RankVote]:
         if self.group is None:
             return [vote]
@@ -194,24 +251,73 @@ class Runner:
 
     def _run(self, step: StepInput, decision: Decision, mode: str, policy: Policy | None) -> StepOutput:
         rows = step.num_padded_tokens
-        step = pad_step(step, decision.tokens_on(0 if self.group is None else self.group.rank))
+        tokens = decision.tokens_on(0 if self.group is None else self.group.rank)
+        graphs = self._graphs
+        if graphs is not None and graphs.size_for(step) is not None and graphs.serves(decision, tokens):
+            step = graphs.buffers.fill(step, tokens)
+            found = graphs.find(tokens, decision.num_microbatches)
+            if found is not None and policy is None and mode != "sequential":
+                return self._replay(found, step, decision, rows)
+        else:
+            step = pad_step(step, tokens)
         if not decision.split:
             return StepOutput(_first_rows(self._forward(step), rows), decision)
         slices = split_step(step, decision.num_microbatches)
+        if mode == "sequential":
+            outputs = [entry() for entry in self._entries(step, slices)]
+            return StepOutput(_first_rows(merge_outputs(outputs, slices), rows), decision, tuple(slices))
+        scheduler = self.scheduler if policy is None else self._new_scheduler(policy)
+        events = None if self._timeline is None else self._timeline.take_events()
+        output, schedule = self._run_split(step, slices, scheduler, self._contexts_for_step(), events)
+        self._compare(schedule)
+        return StepOutput(_first_rows(output, rows), decision, tuple(slices), schedule, timeline=events)
+
+    def _entries(self, step: StepInput, slices: Sequence[UBatchSlice]) -> list[Callable[[], Any]]:
         if step.num_padded_requests > self._buffers.max_requests:
             self._buffers = self._make_buffers(step.num_padded_requests)
-        entries = [partial(self._forward, part) for part in slice_all(step, slices, self._buffers)]
-        schedule = None
-        if mode == "sequential":
-            outputs = [entry() for entry in entries]
-        else:
-            scheduler = self.scheduler if policy is None else self._new_scheduler(policy)
-            result = scheduler.run(entries, self._contexts_for_step())
-            self._join()
-            outputs, schedule = result.outputs, result.schedule
-            if self._compare_schedules:
-                self._compare(schedule)
-        return StepOutput(_first_rows(merge_outputs(outputs, slices), rows), decision, tuple(slices), schedule)
+        return [partial(self._forward, part) for part in slice_all(step, slices, self._buffers)]
+
+    def _run_split(
+        self,
+        step: StepInput,
+        slices: Sequence[UBatchSlice],
+        scheduler: Scheduler,
+        contexts: list[UBatchContext],
+        bracket: SliceBracket | None,
+    ) -> tuple[Any, Schedule]:
+        result = scheduler.run(self._entries(step, slices), contexts, bracket=bracket)
+        # Whatever the caller enqueues next runs behind the step's communication as well.
+        self.device.record(self._joined, contexts[0].comm_stream)
+        self.device.wait(contexts[0].compute_stream, self._joined)
+        return merge_outputs(result.outputs, slices), result.schedule
+
+    # -- graphs ------------------------------------------------------------------------------------------------------
+
+    def _capture(self, size: int, microbatches: int) -> CapturedStep:
+        graphs, pool = self._graphs, self._pool
+        if graphs is None or pool is None:
+            raise SchedulerInternalError("a graph was asked of a runner that makes none")
+        step = graphs.buffers.full_step(size)
+        if microbatches == 1:
+            return CapturedStep(size, 1, pool.capture(lambda: self._forward(step)))
+        slices = split_step(step, microbatches)
+        comm = self._contexts_for_step()[0].comm_stream
+        # Contexts of its own: an event that a capture has recorded stands for nothing outside of it.
+        contexts = make_ubatch_contexts(microbatches, pool.stream, comm, device=self.device)
+        events = None if self._timeline is None else self._timeline.take_events()
+        run = partial(self._run_split, step, slices, self.scheduler, contexts, events)
+        captured = pool.capture(run, streams=[comm])
+        output, schedule = captured.output
+        return CapturedStep(size, microbatches, replace(captured, output=output), schedule, events)
+
+    def _replay(self, found: CapturedStep, step: StepInput, decision: Decision, rows: int) -> StepOutput:
+        found.captured.replay()
+        output = _first_rows(found.captured.output, rows)
+        if found.schedule is None:
+            return StepOutput(output, decision, execution="replayed")
+        self._compare(found.schedule)
+        slices = tuple(split_step(step, found.microbatches))
+        return StepOutput(output, decision, slices, found.schedule, "replayed", found.timeline)
 
     def _contexts_for_step(self) -> list[UBatchContext]:
         """The contexts, on the stream that is current now; made anew only where that is another one than last time."""
@@ -222,14 +328,8 @@ class Runner:
             self._contexts = make_ubatch_contexts(n, compute, comm, device=self.device)
         return self._contexts
 
-    def _join(self) -> None:
-        """Whatever the caller enqueues next runs behind the step's communication as well."""
-        context = self._contexts[0]
-        self.device.record(self._joined, context.comm_stream)
-        self.device.wait(context.compute_stream, self._joined)
-
     def _compare(self, schedule: Schedule) -> None:
-        if self.group is None:
+        if self.group is None or not self._compare_schedules:
             return
         # 60 of the hash's 64 bits: a row holds signed numbers.
         mine = int(schedule.hash, 16) >> 4
@@ -250,6 +350,22 @@ class Runner:
 
 def _forward_with_cache(forward: Callable[[StepInput, Any], Any], kv_cache: Any, step: StepInput) -> Any:
     return forward(step, kv_cache)
+
+
+def _graph_pool(device: Device, carrier: str, kv_cache: Any, all2all: Any) -> GraphPool:
+    """A pool for graphs; raises `ConfigurationError` where steps cannot be captured."""
+    remedy = "; leave graph_sizes out, or give use_graphs=False"
+    if not device.name.startswith("cuda"):
+        raise ConfigurationError(f"graphs need a CUDA device, this runner is on {device.name}{remedy}")
+    if carrier != "greenlet":
+        raise ConfigurationError(f"graphs are captured on one thread, carrier={carrier!r} runs several{remedy}")
+    if kv_cache is not None and not getattr(kv_cache, "static_shapes", True):
+        raise ConfigurationError("the shapes of a graph are fixed; make the KV cache with static_shapes=True" + remedy)
+    if (reason := getattr(all2all, "not_capturable", None)) is not None:
+        raise ConfigurationError(f"steps cannot be captured: {reason}{remedy}")
+    from .graphs import GraphPool
+
+    return GraphPool(device)  # type: ignore[arg-type]  # its name says that it is one of CUDA
 
 
 def _failed_microbatch(error: BaseException) -> int | None:

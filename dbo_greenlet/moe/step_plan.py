@@ -99,8 +99,11 @@ def plan_step(step: StepInput, cache: KVCache, num_heads: int, dtype: torch.dtyp
     queries = [stop - start for start, stop in pairwise(offsets)]
     return StepPlan(
         write_slots=cache.write_slots(step.slot_mapping),
-        # From the slots and not from num_tokens, so that the mask of a captured graph follows its inputs.
-        padding=(step.slot_mapping < 0)[:, None] if step.num_padded_tokens > step.num_tokens else None,
+        # From the slots and not from num_tokens, so that the mask of a captured graph follows its inputs; and always,
+        # where shapes are to be static: a graph made for a full step serves one with padding.
+        padding=(step.slot_mapping < 0)[:, None]
+        if cache.static_shapes or step.num_padded_tokens > step.num_tokens
+        else None,
         decode=_decode_group(step, queries, offsets, contexts, cache, dtype),
         prefills=tuple(
             _prefill(step, request, offsets[request], queries[request], contexts[request], num_heads, dtype)

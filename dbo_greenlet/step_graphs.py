@@ -1,0 +1,192 @@
+"""The graphs of a runner: which steps have one, the buffers they read, and the captured steps themselves.
+
+A graph is made for a number of tokens, so a step must first be made to have such a number: a *uniform decode*, in which
+each request has one new token, is padded, tokens and requests alike, to the next of the sizes that were asked for.
+Anything else runs eagerly, as it is.
+
+Graphs are kept by (tokens, microbatches, policy). Sizes and policy belong to the runner, so what a step needs is found
+by two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .batching import Decision, Reason, StepInput, VoteSettings
+from .batching.inputs import PADDING_SLOT
+from .errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from .graphs import Captured
+    from .schedule import Schedule
+
+__all__ = ["CapturedStep", "StepBuffers", "StepGraphs"]
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """One captured step.
+
+    Attributes:
+        size: its tokens and requests, padding included.
+        microbatches: N, or 1 for a step that is not split.
+        captured: output, seconds, pool_bytes and `replay()`.
+        schedule: the scheduler's decisions during the capture, which every replay repeats; None where there were none.
+        timeline: the timing events in it, where the runner has a `GpuTimeline`; else None.
+    """
+
+    size: int
+    microbatches: int
+    captured: Captured[Any]
+    schedule: Schedule | None = None
+    timeline: Any = None
+
+
+class StepBuffers:
+    """What a captured step reads: at the same addresses in every replay, for at most `size` tokens."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        def whole(count: int, kind: torch.dtype, fill: int = 0) -> Tensor:
+            return torch.full((count,), fill, dtype=kind, device=device)
+
+        # Ordinary tensors even if the caller is in inference mode: steps of either kind write to them.
+        with torch.inference_mode(False):
+            self._positions = whole(size, torch.int64)
+            self._slots = whole(size, torch.int64, PADDING_SLOT)
+            self._rows = whole(size, torch.int64, PADDING_SLOT)
+            self._ids = whole(size, torch.int64)
+            self._offsets = whole(size + 1, torch.int32)
+            self._lengths = whole(size, torch.int32)
+            self._padding = [whole(size, torch.int64, fill) for fill in (0, PADDING_SLOT, PADDING_SLOT, 0)]
+        self._filled = 0
+
+    def fill(self, step: StepInput, size: int) -> StepInput:
+        """The step, a uniform decode, padded to `size` tokens and requests, as views of the buffers.
+
+        Padding tokens have id 0, position 0, slot -1 and request row -1; padding requests own no token.
+        """
+        n = step.num_tokens
+        ours = [self._positions, self._slots, self._rows, self._ids]
+        theirs = [step.positions, step.slot_mapping, step.request_rows, step.input_ids]
+        torch._foreach_copy_([each[:n] for each in ours], [each[:n] for each in theirs])  # type: ignore[index]
+        # What lies behind is padding already, but for what the last step left there.
+        if n < self._filled:
+            torch._foreach_copy_(
+                [each[n : self._filled] for each in ours], [p[n : self._filled] for p in self._padding]
+            )
+        self._filled = n
+        torch._foreach_copy_(
+            [self._offsets[: n + 1], self._lengths[:n]], [step.query_start_loc[: n + 1], step.seq_lens[:n]]
+        )
+        self._offsets[n + 1 : size + 1] = n
+        self._lengths[n:size] = 0
+        return StepInput(
+            positions=self._positions[:size],
+            query_start_loc=self._offsets[: size + 1],
+            seq_lens=self._lengths[:size],
+            slot_mapping=self._slots[:size],
+            request_rows=self._rows[:size],
+            num_tokens=n,
+            num_padded_tokens=size,
+            input_ids=self._ids[:size],
+            num_requests=n,
+            query_start_loc_cpu=torch.cat(
+                [step.query_start_loc_cpu[: n + 1], torch.full((size - n,), n, dtype=torch.int32)]
+            ),
+            seq_lens_cpu=torch.cat([step.seq_lens_cpu[:n], torch.zeros(size - n, dtype=torch.int32)]),
+        )
+
+    def full_step(self, size: int) -> StepInput:
+        """A step of `size` requests that read one position each and write nothing: what a graph is captured with."""
+        device = self._positions.device
+        zeros = torch.zeros(size, dtype=torch.int64, device=device)
+        offsets = torch.arange(size + 1, dtype=torch.int32)
+        ones = torch.ones(size, dtype=torch.int32)
+        step = StepInput(
+            positions=zeros,
+            query_start_loc=offsets.to(device),
+            seq_lens=ones.to(device),
+            slot_mapping=torch.full_like(zeros, PADDING_SLOT),
+            request_rows=zeros,
+            num_tokens=size,
+            num_padded_tokens=size,
+            input_ids=zeros,
+            query_start_loc_cpu=offsets,
+            seq_lens_cpu=ones,
+        )
+        return self.fill(step, size)
+
+
+class StepGraphs:
+    """Sizes, buffers and captured steps of one runner.
+
+    Args:
+        sizes: the numbers of tokens that uniform decodes are padded to.
+        device: where the model runs.
+
+    Raises:
+        ConfigurationError: a size below 1.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = sorted(set(sizes))
+        if self.sizes[0] < 1:
+            raise ConfigurationError(f"graph_sizes has {self.sizes[0]}; a graph is for 1 token or more")
+        self.buffers = StepBuffers(self.sizes[-1], device)
+        self._captured: dict[tuple[int, int], CapturedStep] = {}
+
+    def size_for(self, step: StepInput) -> int | None:
+        """The size that this rank's step is padded to; None for a step that no graph is made for."""
+        if (
+            not 0 < step.num_tokens <= self.sizes[-1]
+            or step.num_padded_tokens != step.num_tokens
+            or step.uniform_query_len != 1
+            or step.input_ids is None
+            or step.inputs_embeds is not None
+            or step.intermediate_tensors
+            or step.positions.dim() != 1
+        ):
+            return None
+        return next(size for size in self.sizes if size >= step.num_tokens)
+
+    def serves(self, decision: Decision, tokens: int) -> bool:
+        """Whether the step that was decided on, of `tokens` tokens on this rank, is one that graphs are made for.
+
+        Split, that is a decode on every rank whose last microbatch has a real token on each: the others' microbatches
+        would be of another shape.
+        """
+        if tokens not in self.sizes:
+            return False
+        return not decision.split or (decision.reason is Reason.SPLIT_DECODE and not decision.padding_only_ranks)
+
+    def wanted(self, settings: VoteSettings) -> list[tuple[int, int]]:
+        """(size, microbatches) of the graphs that steps under these settings can ask for, the largest first."""
+        n = settings.num_microbatches
+        wanted = []
+        for size in reversed(self.sizes):
+            if n > 1 and size >= settings.decode_threshold:
+                wanted.append((size, n))
+            # Also above the threshold: a rank that has less, or is idle, keeps the others from splitting.
+            wanted.append((size, 1))
+        return wanted
+
+    def find(self, size: int, microbatches: int) -> CapturedStep | None:
+        return self._captured.get((size, microbatches))
+
+    def keep(self, step: CapturedStep) -> None:
+        self._captured[step.size, step.microbatches] = step
+
+    def captured(self) -> list[CapturedStep]:
+        return list(self._captured.values())
+
+    def capture_all(self, settings: VoteSettings, capture: Callable[[int, int], CapturedStep]) -> list[CapturedStep]:
+        """Capture what is wanted and not there yet, by `capture(size, microbatches)`."""
+        for size, microbatches in self.wanted(settings):
+            if (size, microbatches) not in self._captured:
+                self.keep(capture(size, microbatches))
+        return self.captured()

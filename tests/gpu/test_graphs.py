@@ -1,0 +1,322 @@
+"""Steps captured as CUDA graphs: equal to eager bit for bit, and a capture that fails leaves nothing behind.
+
+Run where there is a GPU: python -m pytest -m gpu
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run: python -m pytest -m gpu"),
+]
+
+WIDTH, VOCABULARY, LAYERS = 256, 64, 4
+
+
+class StreamModel:
+    """Layers whose communication runs on the comm stream, behind events; sleeps make a missing one show."""
+
+    def __init__(self, dtype: Any = None) -> None:
+        kind = torch.float32 if dtype is None else dtype
+        generator = torch.Generator().manual_seed(5)
+        self.embedding = torch.randn(VOCABULARY, WIDTH, generator=generator).to("cuda", kind)
+        self.weights = [(torch.randn(WIDTH, WIDTH, generator=generator) / 16).to("cuda", kind) for _ in range(LAYERS)]
+        self.break_at: Callable[[int], None] = lambda layer: None
+
+    def __call__(self, step: Any) -> Any:
+        from dbo_greenlet import yields as y
+
+        x = self.embedding[step.input_ids] + step.positions[:, None] * 0.01
+        x = x.masked_fill((step.slot_mapping < 0)[:, None], 0.0)
+        for layer, weight in enumerate(self.weights):
+            torch.cuda._sleep(300_000)
+            x = torch.tanh(x @ weight)
+            y.dbo_yield_and_switch_from_compute_to_comm(f"layer{layer}.dispatch")
+            torch.cuda._sleep(200_000)
+            sent = x.flip(1)
+            self.break_at(layer)
+            y.dbo_yield_and_switch_from_comm_to_compute(f"layer{layer}.combine")
+            x = x + sent
+        return x
+
+
+def make_runner(model: Any, n: int, **options: Any) -> Any:
+    from dbo_greenlet.batching import VoteSettings
+    from dbo_greenlet.devices.cuda import CudaDevice
+    from dbo_greenlet.runner import Runner
+
+    return Runner(model, settings=VoteSettings(n, n, n), device=CudaDevice(), strict=True, **options)
+
+
+def decode_step(count: int, seed: int = 0) -> Any:
+    from dbo_greenlet.batching import StepInput
+
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(count + 1, dtype=torch.int32)
+    lengths = torch.randint(1, 30, (count,), generator=generator, dtype=torch.int32)
+    return StepInput(
+        positions=(lengths - 1).to("cuda", torch.int64),
+        query_start_loc=offsets.cuda(),
+        seq_lens=lengths.cuda(),
+        slot_mapping=torch.arange(count).cuda() * 64 + (lengths - 1).cuda(),
+        request_rows=torch.arange(count).cuda(),
+        num_tokens=count,
+        num_padded_tokens=count,
+        input_ids=torch.randint(0, VOCABULARY, (count,), generator=generator).cuda(),
+        query_start_loc_cpu=offsets,
+        seq_lens_cpu=lengths,
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_replays_equal_eager_bit_for_bit(n: int) -> None:
+    model = StreamModel()
+    graphs = make_runner(model, n, graph_sizes=[8, 16])
+    eager = make_runner(model, n, graph_sizes=[8, 16], use_graphs=False)
+    captured = graphs.capture_graphs()
+    assert [(c.size, c.microbatches) for c in captured] == [(16, n), (16, 1), (8, n), (8, 1)]
+    for round_ in range(3):
+        # 6 of 8 and 14 of 16: whatever N is, the last microbatch has a real token.
+        for count in (16, 7, 15, 8, 1):
+            step = decode_step(count, 10 * round_ + count)
+            for mode in ("auto", "never") if count > 1 else ("auto",):
+                a, b = graphs.step(step, mode=mode), eager.step(step, mode=mode)
+                assert torch.equal(a.output, b.output)
+                if a.decision.split:
+                    assert torch.equal(a.output, eager.step(step, mode="sequential").output)
+                assert a.output.shape == (count, WIDTH)
+                # "never" and "auto" ask for different graphs of one pool, alternately.
+                assert (a.execution, b.execution) == ("replayed", "eager")
+                assert a.decision == b.decision and a.slices == b.slices
+                assert a.schedule == b.schedule and a.yields == b.yields
+
+
+def test_the_schedule_of_a_capture_is_that_of_eager() -> None:
+    model = StreamModel()
+    graphs = make_runner(model, 2, graph_sizes=[8])
+    (split, _) = graphs.capture_graphs()
+    eager = make_runner(model, 2, graph_sizes=[8], use_graphs=False).step(decode_step(8))
+    assert split.schedule.hash == eager.schedule.hash and split.schedule == eager.schedule
+
+
+def test_a_replay_allocates_nothing_and_addresses_stay() -> None:
+    graphs = make_runner(StreamModel(), 2, graph_sizes=[16])
+    graphs.capture_graphs()
+    steps = [decode_step(count, count) for count in (16, 12, 16, 9)]
+    addresses = {graphs.step(step).output.data_ptr() for step in steps}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for step in steps:
+        addresses.add(graphs.step(step).output.data_ptr())
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert len(addresses) == 1
+
+
+def test_outputs_of_steps_that_graphs_are_not_made_for() -> None:
+    model = StreamModel()
+    graphs = make_runner(model, 2, graph_sizes=[8])
+    graphs.capture_graphs()
+    large = decode_step(20)
+    assert graphs.step(large).execution == "eager"
+    assert torch.equal(graphs.step(large).output, make_runner(model, 2).step(large).output)
+
+
+def healthy(model: Any, n: int = 2) -> None:
+    """The process can do what a failed capture is known to break."""
+    # The generator believes in a capture that never ended.
+    assert torch.rand(4, device="cuda").shape == (4,)
+    # The allocator sends what is allocated to the pool of the capture, and never frees what another stream used.
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    for _ in range(8):
+        block = torch.empty(1 << 20, device="cuda")
+        block.record_stream(side)
+        with torch.cuda.stream(side):
+            block.zero_()
+        del block
+        torch.cuda.synchronize()
+    torch.empty(1, device="cuda")
+    assert torch.cuda.memory_allocated() - held <= (1 << 22) + 4096
+    # A capture works, and so does an eager step.
+    runner = make_runner(model, n, graph_sizes=[8])
+    runner.capture_graphs()
+    eager = make_runner(model, n, graph_sizes=[8], use_graphs=False)
+    step = decode_step(8, 3)
+    assert torch.equal(runner.step(step).output, eager.step(step).output)
+
+
+@pytest.mark.parametrize("what", ["raises", "reads back", "interrupted"])
+@pytest.mark.parametrize("microbatch", [0, 1])
+def test_a_capture_that_fails_leaves_a_usable_process(what: str, microbatch: int) -> None:
+    from dbo_greenlet import dbo_current_ubatch_id, dbo_enabled
+    from dbo_greenlet.errors import GraphCaptureError
+
+    model = StreamModel()
+    runner = make_runner(model, 2, graph_sizes=[8])
+    unwound: list[int] = []
+
+    def bad(layer: int) -> None:
+        if layer == 2 and dbo_current_ubatch_id() == microbatch and torch.cuda.is_current_stream_capturing():
+            if what == "raises":
+                raise ValueError("no such expert")
+            if what == "interrupted":
+                raise KeyboardInterrupt
+            torch.ones(1, device="cuda").item()
+
+    class Unwinding(StreamModel):
+        def __call__(self, step: Any) -> Any:
+            try:
+                return super().__call__(step)
+            finally:
+                if torch.cuda.is_current_stream_capturing() or what != "reads back":
+                    unwound.append(dbo_current_ubatch_id())
+
+    broken = Unwinding()
+    broken.break_at = bad
+    runner = make_runner(broken, 2, graph_sizes=[8])
+    expected = KeyboardInterrupt if what == "interrupted" else GraphCaptureError
+    with pytest.raises(expected) as caught:
+        runner.capture_graphs()
+    if what == "raises":
+        assert f"in microbatch {microbatch}" in str(caught.value) and "no such expert" in str(caught.value)
+        assert isinstance(caught.value.__cause__.__cause__, ValueError)
+    assert not dbo_enabled() and not torch.cuda.is_current_stream_capturing()
+    healthy(model)
+    # The same runner, once the fault is gone.
+    broken.break_at = lambda layer: None
+    runner.capture_graphs()
+    step = decode_step(7, 4)
+    assert torch.equal(
+        runner.step(step).output, make_runner(model, 2, graph_sizes=[8], use_graphs=False).step(step).output
+    )
+
+
+def test_a_stream_that_is_not_joined_is_an_error_and_no_disaster() -> None:
+    from dbo_greenlet.devices.cuda import CudaDevice
+    from dbo_greenlet.errors import GraphCaptureError
+    from dbo_greenlet.graphs import GraphPool
+
+    device = CudaDevice()
+    pool, astray = GraphPool(device), torch.cuda.Stream()
+    x = torch.ones(4, device="cuda")
+
+    def run() -> Any:
+        astray.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(astray):
+            return x + 1
+
+    with pytest.raises(GraphCaptureError, match="unjoined"):
+        pool.capture(run)
+    healthy(StreamModel())
+    captured = pool.capture(lambda: x * 3)
+    captured.replay()
+    torch.cuda.synchronize()
+    assert captured.output.tolist() == [3.0] * 4
+
+
+def test_another_thread_that_copies_does_not_spoil_a_capture() -> None:
+    model = StreamModel()
+    stop, copies = threading.Event(), [0]
+
+    def copy() -> None:
+        stream = torch.cuda.Stream()
+        pinned = torch.arange(1 << 16, dtype=torch.float32).pin_memory()
+        with torch.cuda.stream(stream):
+            while not stop.is_set():
+                there = pinned.to("cuda", non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+                if float(there[-1]) != (1 << 16) - 1:
+                    return
+                # A new allocation on the device and on the host, which a capture in global mode does not survive.
+                pinned = (
+                    torch.empty((1 << 16) + copies[0] % 7, dtype=torch.float32)[: 1 << 16].copy_(pinned).pin_memory()
+                )
+                torch.cuda.empty_cache()
+                copies[0] += 1
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    try:
+        while not copies[0]:
+            pass
+        runner, done = make_runner(model, 2, graph_sizes=[2, 4, 8]), copies[0]
+        runner.capture_graphs()
+        assert copies[0] > done
+    finally:
+        stop.set()
+        thread.join()
+    step = decode_step(8, 2)
+    eager = make_runner(model, 2, graph_sizes=[2, 4, 8], use_graphs=False)
+    out = runner.step(step)
+    assert out.execution == "replayed" and torch.equal(out.output, eager.step(step).output)
+
+
+def test_graphs_share_their_memory_and_give_it_back() -> None:
+    model = StreamModel()
+    runner = make_runner(model, 2, graph_sizes=[8, 16, 32, 64])
+    captured = runner.capture_graphs()
+    first, *others = [c.captured.pool_bytes for c in captured]
+    assert first > 0 and sum(others) <= first
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_reserved()
+    del runner, captured
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < held
+
+
+def test_a_slice_can_be_captured_by_itself() -> None:
+    """A bracket that captures every slice into a graph of its own; replayed in the order of the schedule."""
+    from dbo_greenlet import Scheduler, make_ubatch_contexts
+    from dbo_greenlet.devices.cuda import CudaDevice
+
+    device = CudaDevice()
+    stream = device.new_stream("graph")
+    handle = torch.cuda.graph_pool_handle()
+    graphs: list[Any] = []
+
+    class SliceGraphs:
+        def begin(self, slice: Any) -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=handle, capture_error_mode="thread_local")
+
+        def end(self, slice: Any) -> None:
+            graphs[-1].capture_end()
+
+    weights = [torch.randn(64, 64, device="cuda") / 8 for _ in range(4)]
+    inputs = [torch.zeros(8, 64, device="cuda") for _ in range(2)]
+
+    def entry(i: int) -> Any:
+        from dbo_greenlet import dbo_yield
+
+        x = inputs[i]
+        for layer, weight in enumerate(weights):
+            x = torch.tanh(x @ weight)
+            dbo_yield(f"layer{layer}")
+        return x * 2
+
+    entries = [lambda: entry(0), lambda: entry(1)]
+    with device.stream_scope(stream):
+        scheduler = Scheduler()
+        contexts = make_ubatch_contexts(2, device=device)
+        scheduler.run(entries, contexts)
+        device.synchronize()
+        outputs = scheduler.run(entries, contexts, bracket=SliceGraphs()).outputs
+        assert len(graphs) == 10
+        for _ in range(3):
+            for x in inputs:
+                x.copy_(torch.randn(8, 64, device="cuda"))
+            expected = scheduler.run(entries, contexts).outputs
+            for graph in graphs:
+                graph.replay()
+            device.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))

@@ -1,0 +1,151 @@
+"""Which steps a graph serves, how they are padded, and that padding changes nothing: all of it without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dbo_greenlet.batching import RankVote, StepInput, VoteSettings, check_step, decide, idle_step
+from dbo_greenlet.errors import ConfigurationError
+from dbo_greenlet.moe import KVCache
+from dbo_greenlet.runner import Runner
+from dbo_greenlet.step_graphs import CapturedStep, StepGraphs
+from tests.runner.tiny import CONFIG, ROW_LENGTH, ROWS, tiny_model, tiny_step
+
+CPU = torch.device("cpu")
+DECODES = [(0, 5, 1), (1, 0, 1), (2, 9, 1), (3, 2, 1), (4, 7, 1)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def static_cache() -> KVCache:
+    return KVCache(CONFIG, ROWS, ROW_LENGTH, static_shapes=True)
+
+
+@given(counts=st.lists(st.integers(1, 8), min_size=1, max_size=8), seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_the_buffers_hold_the_step_and_padding_whatever_they_held_before(counts: list[int], seed: int) -> None:
+    graphs = StepGraphs([1, 2, 4, 8], CPU)
+    generator = torch.Generator().manual_seed(seed)
+    for count in counts:
+        step = tiny_step([(row, int(torch.randint(0, 9, (1,), generator=generator)), 1) for row in range(count)], seed)
+        size = graphs.size_for(step)
+        assert size is not None and size in (1, 2, 4, 8) and count <= size < 2 * count
+        padded = graphs.buffers.fill(step, size)
+        check_step(padded)
+        behind = size - count
+        expected = {
+            "positions": step.positions.tolist() + [0] * behind,
+            "slot_mapping": step.slot_mapping.tolist() + [-1] * behind,
+            "request_rows": step.request_rows.tolist() + [-1] * behind,
+            "input_ids": step.input_ids.tolist() + [0] * behind,
+            "query_start_loc": step.query_start_loc.tolist() + [count] * behind,
+            "seq_lens": step.seq_lens.tolist() + [0] * behind,
+            "query_start_loc_cpu": step.query_start_loc_cpu.tolist() + [count] * behind,
+            "seq_lens_cpu": step.seq_lens_cpu.tolist() + [0] * behind,
+        }
+        assert {name: getattr(padded, name).tolist() for name in expected} == expected
+        assert (padded.num_tokens, padded.num_requests) == (count, count)
+        assert (padded.num_padded_tokens, padded.num_padded_requests) == (size, size)
+
+
+def test_addresses_stay() -> None:
+    graphs = StepGraphs([4, 8], CPU)
+    seen = set()
+    for count in (3, 8, 1):
+        step = graphs.buffers.fill(tiny_step([(row, 1, 1) for row in range(count)], 0), 8)
+        names = ("positions", "slot_mapping", "request_rows", "input_ids", "query_start_loc", "seq_lens")
+        seen.add(tuple(getattr(step, name).data_ptr() for name in names))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        tiny_step([(0, 0, 2), (1, 0, 2)], 0),  # two new tokens each
+        tiny_step([(0, 0, 1), (1, 0, 3)], 0),  # mixed
+        tiny_step([(row, 0, 1) for row in range(9)], 0),  # larger than any graph
+        idle_step(),
+        replace(tiny_step([(0, 0, 1)], 0), input_ids=None, inputs_embeds=torch.zeros(1, 4)),
+        replace(tiny_step([(0, 0, 1)], 0), positions=torch.zeros(3, 1, dtype=torch.int64)),
+        replace(tiny_step([(0, 0, 1)], 0), intermediate_tensors={"hidden": torch.zeros(1, 4)}),
+    ],
+)
+def test_steps_that_no_graph_is_made_for(step: StepInput) -> None:
+    assert StepGraphs([4, 8], CPU).size_for(step) is None
+
+
+@pytest.mark.parametrize(
+    ("votes", "rule", "serves"),
+    [
+        ([(7, 8, 1), (5, 8, 1)], "v1", True),
+        ([(7, 8, 1), (10, 10, 0)], "v1", False),  # the other rank prefills: padded to its 10 tokens
+        ([(7, 8, 1), (40, 40, 0)], "v1", True),  # not split, because the last microbatch would be empty
+        ([(7, 8, 1), (8, 8, 0)], "v1", False),  # the same number of tokens, but mixed
+        ([(8, 8, 1), (4, 4, 1)], "v2", False),  # the last microbatch is padding alone on rank 1
+        ([(3, 4, 1), (0, 0, 0)], "v1", True),  # not split: each rank runs what it has
+        ([(3, 5, 1), (0, 0, 0)], "v1", False),
+    ],
+)
+def test_decisions_that_a_graph_serves(votes: list[tuple[int, int, int]], rule: str, serves: bool) -> None:
+    decision = decide([RankVote(*vote) for vote in votes], VoteSettings(2, 4, 4, rule))
+    assert StepGraphs([4, 8], CPU).serves(decision, decision.tokens_on(0)) is serves
+
+
+def test_what_is_captured_largest_first_and_once() -> None:
+    graphs = StepGraphs([2, 8, 4, 8], CPU)
+    assert graphs.wanted(VoteSettings(2, 4, 4)) == [(8, 2), (8, 1), (4, 2), (4, 1), (2, 1)]
+    assert graphs.wanted(VoteSettings(1, 4, 4)) == [(8, 1), (4, 1), (2, 1)]
+    made: list[tuple[int, int]] = []
+
+    def capture(size: int, microbatches: int) -> CapturedStep:
+        made.append((size, microbatches))
+        return CapturedStep(size, microbatches, None)  # type: ignore[arg-type]
+
+    graphs.capture_all(VoteSettings(1, 4, 4), capture)
+    graphs.capture_all(VoteSettings(2, 4, 4), capture)
+    assert made == [(8, 1), (4, 1), (2, 1), (8, 2), (4, 2)]
+    assert graphs.find(8, 2) is not None and graphs.find(2, 2) is None and len(graphs.captured()) == 5
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("mode", ["auto", "never", "sequential"])
+def test_padding_changes_no_row(model: Any, mode: str, n: int) -> None:
+    options: Any = {"settings": VoteSettings(n, n, 2 * n), "inference_mode": True}
+    plain = Runner(model, kv_cache=static_cache(), **options)
+    padded = Runner(model, kv_cache=static_cache(), graph_sizes=[1, 2, 4, 8], use_graphs=False, **options)
+    for seed, requests in enumerate([[(0, 0, 6), (1, 0, 5), (2, 0, 9), (3, 0, 2), (4, 0, 7)], DECODES, DECODES[:3]]):
+        a, b = (runner.step(tiny_step(requests, seed), mode=mode) for runner in (plain, padded))
+        assert b.decision.votes[0].num_padded_tokens == {25 + 4: 29, 5: 8, 3: 4}[len(a.output)]
+        torch.testing.assert_close(a.output, b.output, rtol=1e-4, atol=1e-5)
+        assert (b.execution, b.timeline) == ("eager", None)
+
+
+def test_split_equals_in_turn_bit_for_bit_when_padded(model: Any) -> None:
+    outputs = []
+    for mode in ("auto", "sequential"):
+        runner = Runner(
+            model, kv_cache=static_cache(), settings=VoteSettings(2, 2, 2), graph_sizes=[8], use_graphs=False
+        )
+        outputs.append(runner.step(tiny_step(DECODES, 1), mode=mode))
+    assert outputs[0].decision.split and outputs[0].decision.padded_tokens == 8
+    assert torch.equal(outputs[0].output, outputs[1].output)
+
+
+def test_what_graphs_need_is_said(model: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match="graphs need a CUDA device, this runner is on cpu; .*use_graphs=False"
+    ):
+        Runner(model, kv_cache=static_cache(), graph_sizes=[4])
+    with pytest.raises(ConfigurationError, match="graph_sizes has 0"):
+        Runner(model, kv_cache=static_cache(), graph_sizes=[0, 4], use_graphs=False)
+    with pytest.raises(ConfigurationError, match="makes no graphs"):
+        Runner(model, kv_cache=static_cache(), graph_sizes=[4], use_graphs=False).capture_graphs()
