@@ -142,13 +142,17 @@ class GraphPool:
     def _give_up(self, graph: Any, streams: Sequence[CudaStream]) -> None:
         """End a capture whose `run` raised. Whole so far, it only has to be thrown away."""
         self.device.set_stream(self.stream)
-        try:
+        with contextlib.suppress(RuntimeError):
+            # Raises if CUDA gave the capture up, because it was asked for something that a capture cannot do. It still
+            # has to be ended.
             self._join(streams)
+        try:
             graph.capture_end()
-            graph.reset()
         except RuntimeError:
-            # CUDA gave the capture up when it was asked for something that a capture cannot do.
             self._recover(graph)
+        else:
+            graph.reset()
+            self._renew()
 
     def _recover(self, graph: Any) -> None:
         """After a capture that could not be ended: allocator and random generator know nothing of it any more."""
@@ -158,16 +162,20 @@ class GraphPool:
             torch._C._cuda_endAllocateToPool(index, self._handle)
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_releasePool(index, self._handle)
-        del graph
-        # What the failed capture had allocated may be lost for this pool, so the next capture has a new one. Graphs of
-        # the old one keep it.
-        self._handle = torch.cuda.graph_pool_handle()
+        self._renew()
         # Generators leave "capturing" at the end of a capture, so here is one that ends.
         nothing = torch.cuda.CUDAGraph()
         nothing.capture_begin(capture_error_mode=CAPTURE_MODE)
         torch.zeros(1, device=self.device.name)
         nothing.capture_end()
         nothing.reset()
+
+    def _renew(self) -> None:
+        """A new pool for what is captured from now on; graphs of the old one keep that.
+
+        A pool whose last graph is gone cannot be used again, and what a failed capture had allocated may be lost to it.
+        """
+        self._handle = torch.cuda.graph_pool_handle()
 
 
 def _failure(error: Exception) -> GraphCaptureError:

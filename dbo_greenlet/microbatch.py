@@ -13,7 +13,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from greenlet import getcurrent
+
 from .errors import ConfigurationError, ForeignSwitchError
+from .greenlet_carrier import Carrier
 from .step import running
 
 if TYPE_CHECKING:
@@ -102,20 +105,30 @@ class UBatchContext:
         _yield(self, site)
 
     def yield_and_switch_from_compute_to_comm(self, site: str = "yield") -> None:
-        device = self.device
-        self.update_stream(self.compute_stream)
+        device, comm = self.device, self.comm_stream
         device.record(self.gpu_compute_done_event, self.compute_stream)
-        _yield(self, site)
-        self.update_stream(self.comm_stream)
-        device.wait(self.comm_stream, self.gpu_compute_done_event)
+        self._yield_onto(comm, self.compute_stream, site)
+        device.wait(comm, self.gpu_compute_done_event)
 
     def yield_and_switch_from_comm_to_compute(self, site: str = "yield") -> None:
-        device = self.device
-        self.update_stream(self.comm_stream)
+        device, compute = self.device, self.compute_stream
         device.record(self.gpu_comm_done_event, self.comm_stream)
-        _yield(self, site)
-        self.update_stream(self.compute_stream)
-        device.wait(self.compute_stream, self.gpu_comm_done_event)
+        self._yield_onto(compute, self.comm_stream, site)
+        device.wait(compute, self.gpu_comm_done_event)
+
+    def _yield_onto(self, target: Stream, source: Stream, site: str) -> None:
+        """Yield, and go on on `target`: nobody is asked which stream is current, before or after.
+
+        Only receives that may have to run when the yield returns must find the stream they were registered on.
+        """
+        carrier: Any = getcurrent()
+        microbatch = carrier.microbatch if carrier.__class__ is Carrier else running.get(threading.get_ident())
+        if microbatch is None:
+            raise _outside(self, site)
+        if microbatch.outstanding:
+            self.update_stream(source)
+        microbatch.yield_(site)
+        self.device.set_stream(target)
 
     def switch_to_comm(self) -> None:
         self.update_stream(self.comm_stream)
@@ -140,11 +153,15 @@ class UBatchContext:
 def _yield(context: UBatchContext, site: str) -> None:
     microbatch = running.get(threading.get_ident())
     if microbatch is None:
-        raise ForeignSwitchError(
-            f"the context of microbatch {context.id} was asked to yield at {site!r} by a thread that runs none; "
-            "only dbo_yield and its kin may be called outside a step"
-        )
+        raise _outside(context, site)
     microbatch.yield_(site)
+
+
+def _outside(context: UBatchContext, site: str) -> ForeignSwitchError:
+    return ForeignSwitchError(
+        f"the context of microbatch {context.id} was asked to yield at {site!r} by a thread that runs none; "
+        "only dbo_yield and its kin may be called outside a step"
+    )
 
 
 def make_ubatch_contexts(

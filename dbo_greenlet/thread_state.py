@@ -14,6 +14,7 @@ functorch transforms (`vmap`, `grad`), tracing, saved-tensor hooks.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from threading import get_ident
 from types import FrameType
@@ -24,7 +25,7 @@ import torch
 from . import direct_ops, profiling, yields
 from .ambient import AmbientHandle, Pair, ambient_pairs, register_ambient_state
 from .switch_state import StreamKeeper
-from .torch_observe import Observation, brief_check, observe, quick_check
+from .torch_observe import brief_check, observe, quick_check
 from .torch_state import Baseline, Parked
 
 if TYPE_CHECKING:
@@ -85,30 +86,36 @@ class TorchThreadState:
     def start(self) -> None:
         """Remember the thread's state as the baseline, and let registered custom ops be called directly."""
         extras = ambient_pairs() if self._ambient is None else self._ambient
+        plain = not extras and not profiling.used
         device = self._device
-        quick = not extras and not profiling.used
-        cuda_device = None
+        index = None
         if _HAS_CUDA and torch.cuda.is_initialized():
+            index = torch._C._cuda_getDevice()
             extras = (*extras, *_CUDA_PAIRS)
-            cuda_device = torch._C._cuda_getDevice
             if device is None and not self._host:
-                from .devices.cuda import cuda_device as device_of
+                from .devices.cuda import cuda_device
 
-                device = device_of(cuda_device())
+                device = cuda_device(index)
         self.streams = None if device is None else StreamKeeper(device)
-        self._extras = extras
-        self._values = [save() for save, _ in extras]
         self._depth = profiling.depth()
-        self._seen: Observation = observe()
-        self._base = Baseline(self._seen)
-        brief = brief_check(self._seen) if self._host and quick else None
-        if brief is not None:
-            self.unchanged = brief
-        elif quick:
-            self.unchanged = quick_check(self._seen, profiling, cuda_device)
+        last = _last.start
+        if plain and last is not None and last.holds(self._host, index):
+            # The usual case by far: nothing about the thread has changed since its last step began.
+            self._extras, self._values, self._seen, self._base, self.unchanged = last.parts
         else:
-            self.unchanged = self._unchanged_with_extras
+            self._extras, self._values = extras, [save() for save, _ in extras]
+            self._seen = observe()
+            self._base = Baseline(self._seen)
+            self.unchanged = self._check(plain, index)
+            _last.start = _Start(self, index) if plain else None
         self._engaged = direct_ops.engage()
+
+    def _check(self, plain: bool, index: int | None) -> Callable[[], bool]:
+        """What is asked after each slice."""
+        if not plain:
+            return self._unchanged_with_extras
+        brief = brief_check(self._seen) if self._host else None
+        return brief or quick_check(self._seen, profiling, None if index is None else torch._C._cuda_getDevice)
 
     def leave(self, microbatch: Microbatch) -> None:
         """Compare with the baseline; what differs goes to `microbatch.saved_state` and is taken off the thread."""
@@ -197,6 +204,32 @@ class TorchThreadState:
         """The operator whose C++ frame lies between a parked microbatch's yield and its entry; None where none does."""
         return direct_ops.find_unsafe_call(frame)
 
+
+class _Start:
+    """What the beginning of a step found out about its thread, for the next step that begins in the same state."""
+
+    __slots__ = ("_host", "_index", "parts")
+
+    def __init__(self, state: TorchThreadState, index: int | None) -> None:
+        self._host = state._host
+        self._index = index
+        self.parts = (state._extras, state._values, state._seen, state._base, state.unchanged)
+
+    def holds(self, host: bool, index: int | None) -> bool:
+        extras, values, _, base, _ = self.parts
+        return (
+            host == self._host
+            and index == self._index
+            and base.holds()
+            and all(save() == value for (save, _), value in zip(extras, values, strict=True))
+        )
+
+
+class _Last(threading.local):
+    start: _Start | None = None
+
+
+_last = _Last()
 
 # Save and restore of what CUDA keeps per thread, but for the stream.
 _CUDA_PAIRS: tuple[Pair, ...] = (

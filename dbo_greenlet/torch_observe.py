@@ -160,12 +160,14 @@ def _quickest_check(
 ) -> Callable[[], bool]:
     """`quick_check` with most of its getters replaced by loads from memory, where the baseline has no mode on a stack.
 
-    What need not be asked for then: a dispatch mode is in the include set, a default device is a function mode.
+    What need not be asked for then: a dispatch mode is in the include set, a default device is a function mode, and
+    where there is one CUDA device, no other can be the current one.
     """
     include, exclude = words
     autograd, mask, disabled, stack = flags
     on, state = autograd[0] & mask, disabled[0]
-    device_index, cuda_dtype = cuda_device and cuda_device(), _autocast_dtype("cuda")
+    device_index, cuda_dtype = cuda_device and cuda_device(), cuda_device and _autocast_dtype("cuda")
+    several = cuda_device if cuda_device is not None and torch.cuda.device_count() > 1 else None
     nesting, cache, cpu_dtype, callback = wanted[_NESTING:]
     dispatch_on = wanted[_DISPATCH_ON]
 
@@ -182,7 +184,8 @@ def _quickest_check(
             and _autocast_dtype("cpu") is cpu_dtype
             and _frame_callback() is callback
             and (ranges is None or not ranges.used)
-            and (cuda_device is None or (cuda_device() == device_index and _autocast_dtype("cuda") is cuda_dtype))
+            and (cuda_dtype is None or _autocast_dtype("cuda") is cuda_dtype)
+            and (several is None or several() == device_index)
         )
 
     return holds
