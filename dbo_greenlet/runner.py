@@ -88,7 +88,8 @@ class StepOutput:
         schedule: the scheduler's decisions; None where there were none to take (not split, or one after the other).
             A replayed step has those of its capture.
         execution: "eager", or "replayed" from a graph.
-        timeline: where the runner has a `GpuTimeline` and the step was split: what `read()` gives its GPU times.
+        timeline: where the runner has a `GpuTimeline` and the step was split: the `StepEvents` that hold its GPU times,
+            until the next step of the same graph (or, eager, the next step).
     """
 
     output: Any
@@ -267,8 +268,9 @@ class Runner:
             outputs = [entry() for entry in self._entries(step, slices)]
             return StepOutput(_first_rows(merge_outputs(outputs, slices), rows), decision, tuple(slices))
         scheduler = self.scheduler if policy is None else self._new_scheduler(policy)
-        events = None if self._timeline is None else self._timeline.take_events()
-        output, schedule = self._run_split(step, slices, scheduler, self._contexts_for_step(), events)
+        contexts = self._contexts_for_step()
+        events = None if self._timeline is None else self._timeline.eager(contexts)
+        output, schedule = self._run_split(step, slices, scheduler, contexts, events)
         self._compare(schedule)
         return StepOutput(_first_rows(output, rows), decision, tuple(slices), schedule, timeline=events)
 
@@ -304,7 +306,7 @@ class Runner:
         comm = self._contexts_for_step()[0].comm_stream
         # Contexts of its own: an event that a capture has recorded stands for nothing outside of it.
         contexts = make_ubatch_contexts(microbatches, pool.stream, comm, device=self.device)
-        events = None if self._timeline is None else self._timeline.take_events()
+        events = None if self._timeline is None else self._timeline.captured(contexts)
         run = partial(self._run_split, step, slices, self.scheduler, contexts, events)
         captured = pool.capture(run, streams=[comm])
         output, schedule = captured.output
@@ -312,6 +314,8 @@ class Runner:
 
     def _replay(self, found: CapturedStep, step: StepInput, decision: Decision, rows: int) -> StepOutput:
         found.captured.replay()
+        if found.timeline is not None:
+            found.timeline.replayed()
         output = _first_rows(found.captured.output, rows)
         if found.schedule is None:
             return StepOutput(output, decision, execution="replayed")
