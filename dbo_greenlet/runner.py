@@ -15,6 +15,7 @@ that runs the runner, and replayed from then on with one launch and no allocatio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,9 +50,10 @@ from .microbatch import UBatchContext, make_ubatch_contexts
 from .policy import Policy
 from .schedule import Schedule
 from .scheduler import Scheduler
-from .step_graphs import CapturedStep, StepGraphs
+from .step_graphs import CapturedStep, StepGraphs, open_pool
 
 if TYPE_CHECKING:
+    from .all2all import AllToAll
     from .graphs import GraphPool
     from .slice_bracket import SliceBracket
 
@@ -124,7 +126,8 @@ class Runner:
         graph_sizes: steps in which every request has one new token are padded, tokens and requests, to the next of
             these sizes, and run as a graph once `capture_graphs` was called. The same on every rank.
         use_graphs: False pads and captures nothing, so that eager steps have the shapes that graphs would have.
-        all2all: the model's all-to-all, asked whether it can be captured.
+        all2all: the model's all-to-all: asked whether it can be captured, told how large microbatches are, and given
+            its multiprocessors while a split step runs. Without it the all-to-all makes room for its largest step.
         timeline: a `GpuTimeline`: the split steps' slices are timed on the GPU, in graphs too.
 
     A runner runs one step at a time.
@@ -152,7 +155,7 @@ class Runner:
         inference_mode: bool = True,
         graph_sizes: Sequence[int] = (),
         use_graphs: bool = True,
-        all2all: Any = None,
+        all2all: AllToAll | None = None,
         timeline: Any = None,
     ) -> None:
         self.settings = VoteSettings() if settings is None else settings
@@ -177,10 +180,11 @@ class Runner:
         self._contexts: list[UBatchContext] = []
         self._joined = self.device.new_event()
         self._timeline = timeline
+        self._all2all = all2all
         self._graphs = StepGraphs(graph_sizes, self._tensor_device()) if graph_sizes else None
         self._pool: GraphPool | None = None
         if graph_sizes and use_graphs:
-            self._pool = _graph_pool(self.device, carrier, kv_cache, all2all)
+            self._pool = open_pool(self.device, carrier, kv_cache, all2all)
 
     def capture_graphs(self, mode: str = "auto") -> list[CapturedStep]:
         """Capture what steps of that mode can ask for, and return all that is captured. Every rank calls it alike.
@@ -252,15 +256,16 @@ class Runner:
 
     def _run(self, step: StepInput, decision: Decision, mode: str, policy: Policy | None) -> StepOutput:
         rows = step.num_padded_tokens
-        tokens = decision.tokens_on(0 if self.group is None else self.group.rank)
         graphs = self._graphs
-        if graphs is not None and graphs.size_for(step) is not None and graphs.serves(decision, tokens):
-            step = graphs.buffers.fill(step, tokens)
-            found = graphs.find(tokens, decision.num_microbatches)
+        size = None if graphs is None else graphs.size_of(decision)
+        self._expect(decision.padded_tokens, decision.num_microbatches)
+        if graphs is not None and size is not None and graphs.takes(step):
+            step = graphs.buffers.fill(step, size)
+            found = graphs.find(size, decision.num_microbatches)
             if found is not None and policy is None and mode != "sequential":
                 return self._replay(found, step, decision, rows)
         else:
-            step = pad_step(step, tokens)
+            step = pad_step(step, decision.tokens_on(0 if self.group is None else self.group.rank))
         if not decision.split:
             return StepOutput(_first_rows(self._forward(step), rows), decision)
         slices = split_step(step, decision.num_microbatches)
@@ -287,11 +292,17 @@ class Runner:
         contexts: list[UBatchContext],
         bracket: SliceBracket | None,
     ) -> tuple[Any, Schedule]:
-        result = scheduler.run(self._entries(step, slices), contexts, bracket=bracket)
+        with nullcontext() if self._all2all is None else self._all2all.reserve_sms():
+            result = scheduler.run(self._entries(step, slices), contexts, bracket=bracket)
         # Whatever the caller enqueues next runs behind the step's communication as well.
         self.device.record(self._joined, contexts[0].comm_stream)
         self.device.wait(contexts[0].compute_stream, self._joined)
         return merge_outputs(result.outputs, slices), result.schedule
+
+    def _expect(self, tokens: int, microbatches: int) -> None:
+        """Tell the all-to-all the most tokens that a microbatch of any rank has: a number that all ranks know."""
+        if self._all2all is not None:
+            self._all2all.expect_tokens(tokens - (microbatches - 1) * (tokens // microbatches))
 
     # -- graphs ------------------------------------------------------------------------------------------------------
 
@@ -300,6 +311,7 @@ class Runner:
         if graphs is None or pool is None:
             raise SchedulerInternalError("a graph was asked of a runner that makes none")
         step = graphs.buffers.full_step(size)
+        self._expect(size, microbatches)
         if microbatches == 1:
             return CapturedStep(size, 1, pool.capture(lambda: self._forward(step)))
         slices = split_step(step, microbatches)
@@ -354,22 +366,6 @@ class Runner:
 
 def _forward_with_cache(forward: Callable[[StepInput, Any], Any], kv_cache: Any, step: StepInput) -> Any:
     return forward(step, kv_cache)
-
-
-def _graph_pool(device: Device, carrier: str, kv_cache: Any, all2all: Any) -> GraphPool:
-    """A pool for graphs; raises `ConfigurationError` where steps cannot be captured."""
-    remedy = "; leave graph_sizes out, or give use_graphs=False"
-    if not device.name.startswith("cuda"):
-        raise ConfigurationError(f"graphs need a CUDA device, this runner is on {device.name}{remedy}")
-    if carrier != "greenlet":
-        raise ConfigurationError(f"graphs are captured on one thread, carrier={carrier!r} runs several{remedy}")
-    if kv_cache is not None and not getattr(kv_cache, "static_shapes", True):
-        raise ConfigurationError("the shapes of a graph are fixed; make the KV cache with static_shapes=True" + remedy)
-    if (reason := getattr(all2all, "not_capturable", None)) is not None:
-        raise ConfigurationError(f"steps cannot be captured: {reason}{remedy}")
-    from .graphs import GraphPool
-
-    return GraphPool(device)  # type: ignore[arg-type]  # its name says that it is one of CUDA
 
 
 def _failed_microbatch(error: BaseException) -> int | None:

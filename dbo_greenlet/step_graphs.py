@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .batching import Decision, Reason, StepInput, VoteSettings
+from .batching import Decision, StepInput, VoteSettings
 from .batching.inputs import PADDING_SLOT
 from .errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from .graphs import Captured
+    from .all2all import AllToAll
+    from .devices import Device
+    from .graphs import Captured, GraphPool
     from .schedule import Schedule
 
-__all__ = ["CapturedStep", "StepBuffers", "StepGraphs"]
+__all__ = ["CapturedStep", "StepBuffers", "StepGraphs", "open_pool"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class StepBuffers:
         self._filled = 0
 
     def fill(self, step: StepInput, size: int) -> StepInput:
-        """The step, a uniform decode, padded to `size` tokens and requests, as views of the buffers.
+        """The step, a uniform decode or an idle one, padded to `size` tokens and requests, as views of the buffers.
 
         Padding tokens have id 0, position 0, slot -1 and request row -1; padding requests own no token.
         """
@@ -140,29 +142,34 @@ class StepGraphs:
         self.buffers = StepBuffers(self.sizes[-1], device)
         self._captured: dict[tuple[int, int], CapturedStep] = {}
 
+    def takes(self, step: StepInput) -> bool:
+        """Whether the buffers can hold this rank's step: it decodes from token ids, or is idle."""
+        return (
+            step.num_tokens <= self.sizes[-1]
+            and step.num_padded_tokens == step.num_tokens
+            and (step.num_tokens == 0 or step.uniform_query_len == 1)
+            and step.input_ids is not None
+            and step.inputs_embeds is None
+            and not step.intermediate_tensors
+            and step.positions.dim() == 1
+        )
+
     def size_for(self, step: StepInput) -> int | None:
-        """The size that this rank's step is padded to; None for a step that no graph is made for."""
-        if (
-            not 0 < step.num_tokens <= self.sizes[-1]
-            or step.num_padded_tokens != step.num_tokens
-            or step.uniform_query_len != 1
-            or step.input_ids is None
-            or step.inputs_embeds is not None
-            or step.intermediate_tensors
-            or step.positions.dim() != 1
-        ):
+        """The size that this rank wants for its step; None where it has no token, or no graph is made for it."""
+        if step.num_tokens == 0 or not self.takes(step):
             return None
         return next(size for size in self.sizes if size >= step.num_tokens)
 
-    def serves(self, decision: Decision, tokens: int) -> bool:
-        """Whether the step that was decided on, of `tokens` tokens on this rank, is one that graphs are made for.
+    def size_of(self, decision: Decision) -> int | None:
+        """The size at which every rank runs the step that was decided on; None where no graph is made for it.
 
-        Split, that is a decode on every rank whose last microbatch has a real token on each: the others' microbatches
-        would be of another shape.
+        One size for all ranks, also where nothing is split: a graph has the room for what other ranks send built in. So
+        each of them must decode or be idle; and if the step is split, the last microbatch must have a real token on
+        each, since those before it would have another shape otherwise.
         """
-        if tokens not in self.sizes:
-            return False
-        return not decision.split or (decision.reason is Reason.SPLIT_DECODE and not decision.padding_only_ranks)
+        size = decision.padded_tokens
+        decode = all(vote.uniform_query_len == 1 or vote.num_tokens == 0 for vote in decision.votes)
+        return size if decode and size in self.sizes and not decision.padding_only_ranks else None
 
     def wanted(self, settings: VoteSettings) -> list[tuple[int, int]]:
         """(size, microbatches) of the graphs that steps under these settings can ask for, the largest first."""
@@ -190,3 +197,19 @@ class StepGraphs:
             if (size, microbatches) not in self._captured:
                 self.keep(capture(size, microbatches))
         return self.captured()
+
+
+def open_pool(device: Device, carrier: str, kv_cache: Any, all2all: AllToAll | None) -> GraphPool:
+    """A pool for graphs; raises `ConfigurationError` where steps cannot be captured."""
+    remedy = "; leave graph_sizes out, or give use_graphs=False"
+    if not device.name.startswith("cuda"):
+        raise ConfigurationError(f"graphs need a CUDA device, this runner is on {device.name}{remedy}")
+    if carrier != "greenlet":
+        raise ConfigurationError(f"graphs are captured on one thread, carrier={carrier!r} runs several{remedy}")
+    if kv_cache is not None and not getattr(kv_cache, "static_shapes", True):
+        raise ConfigurationError("the shapes of a graph are fixed; make the KV cache with static_shapes=True" + remedy)
+    if all2all is not None and (reason := all2all.not_capturable) is not None:
+        raise ConfigurationError(f"steps cannot be captured: {reason}{remedy}")
+    from .graphs import GraphPool
+
+    return GraphPool(device)  # type: ignore[arg-type]  # its name says that it is one of CUDA

@@ -274,6 +274,33 @@ def test_graphs_share_their_memory_and_give_it_back() -> None:
     assert torch.cuda.memory_reserved() < held
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_timeline_of_a_replay_changes_nothing_and_is_read_after_each(n: int) -> None:
+    from dbo_greenlet.gpu_timeline import GpuTimeline
+
+    model = StreamModel()
+    plain = make_runner(model, n, graph_sizes=[16])
+    timed = make_runner(model, n, graph_sizes=[16], timeline=GpuTimeline(plain.device))
+    plain.capture_graphs()
+    timed.capture_graphs()
+    for count in (16, 13, 16):
+        step = decode_step(count, count)
+        a, b = timed.step(step), plain.step(step)
+        assert torch.equal(a.output, b.output) and a.execution == b.execution == "replayed"
+        assert b.timeline is None
+        times = a.timeline.read()
+        assert [t.microbatch for t in times] == list(a.schedule.decisions)
+        assert [t.end_site for t in times] == list(a.schedule.sites)
+        ends = [t.compute.end for t in times]
+        assert ends == sorted(ends)
+        # Each layer sleeps 300,000 cycles on the compute stream, and an H200 has no more than 2 GHz.
+        assert sum(t.compute.end - t.compute.begin - t.compute.waited for t in times) > n * LAYERS * 150
+        records = a.timeline.records(step=3, rank=0, run="dbo-graph", origin_ns=0)
+        assert len(records) >= len(times)
+    eager = make_runner(model, n, timeline=GpuTimeline(plain.device)).step(decode_step(20))
+    assert eager.execution == "eager" and len(eager.timeline.read()) == len(eager.schedule.decisions)
+
+
 def test_a_slice_can_be_captured_by_itself() -> None:
     """A bracket that captures every slice into a graph of its own; replayed in the order of the schedule."""
     from dbo_greenlet import Scheduler, make_ubatch_contexts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dbo_greenlet.all2all.loopback import Loopback
 from dbo_greenlet.batching import RankVote, StepInput, VoteSettings, check_step, decide, idle_step
-from dbo_greenlet.errors import ConfigurationError
-from dbo_greenlet.moe import KVCache
+from dbo_greenlet.errors import ConfigurationError, MicrobatchFailed
+from dbo_greenlet.moe import DeepseekV2Model, KVCache
 from dbo_greenlet.runner import Runner
 from dbo_greenlet.step_graphs import CapturedStep, StepGraphs
-from tests.runner.tiny import CONFIG, ROW_LENGTH, ROWS, tiny_model, tiny_step
+from tests.runner.tiny import CONFIG, ROW_LENGTH, ROWS, tiny_cache, tiny_model, tiny_step
 
 CPU = torch.device("cpu")
 DECODES = [(0, 5, 1), (1, 0, 1), (2, 9, 1), (3, 2, 1), (4, 7, 1)]
@@ -73,7 +76,6 @@ def test_addresses_stay() -> None:
         tiny_step([(0, 0, 2), (1, 0, 2)], 0),  # two new tokens each
         tiny_step([(0, 0, 1), (1, 0, 3)], 0),  # mixed
         tiny_step([(row, 0, 1) for row in range(9)], 0),  # larger than any graph
-        idle_step(),
         replace(tiny_step([(0, 0, 1)], 0), input_ids=None, inputs_embeds=torch.zeros(1, 4)),
         replace(tiny_step([(0, 0, 1)], 0), positions=torch.zeros(3, 1, dtype=torch.int64)),
         replace(tiny_step([(0, 0, 1)], 0), intermediate_tensors={"hidden": torch.zeros(1, 4)}),
@@ -84,20 +86,57 @@ def test_steps_that_no_graph_is_made_for(step: StepInput) -> None:
 
 
 @pytest.mark.parametrize(
-    ("votes", "rule", "serves"),
+    ("votes", "rule", "size"),
     [
-        ([(7, 8, 1), (5, 8, 1)], "v1", True),
-        ([(7, 8, 1), (10, 10, 0)], "v1", False),  # the other rank prefills: padded to its 10 tokens
-        ([(7, 8, 1), (40, 40, 0)], "v1", True),  # not split, because the last microbatch would be empty
-        ([(7, 8, 1), (8, 8, 0)], "v1", False),  # the same number of tokens, but mixed
-        ([(8, 8, 1), (4, 4, 1)], "v2", False),  # the last microbatch is padding alone on rank 1
-        ([(3, 4, 1), (0, 0, 0)], "v1", True),  # not split: each rank runs what it has
-        ([(3, 5, 1), (0, 0, 0)], "v1", False),
+        ([(7, 8, 1), (5, 8, 1)], "v1", 8),
+        ([(2, 4, 1), (7, 8, 1)], "v1", 8),  # not split, and one size for both all the same
+        ([(7, 8, 1), (10, 10, 0)], "v1", None),  # the other rank prefills
+        ([(7, 8, 1), (8, 8, 0)], "v1", None),  # the same number of tokens, but no decode
+        ([(8, 8, 1), (4, 4, 1)], "v2", None),  # the last microbatch is padding alone on rank 1
+        ([(3, 4, 1), (0, 0, 0)], "v1", 4),  # an idle rank runs padding
+        ([(3, 5, 1), (0, 0, 0)], "v1", None),  # a decode that no graph is made for
     ],
 )
-def test_decisions_that_a_graph_serves(votes: list[tuple[int, int, int]], rule: str, serves: bool) -> None:
+def test_the_one_size_of_a_decision(votes: list[tuple[int, int, int]], rule: str, size: int | None) -> None:
     decision = decide([RankVote(*vote) for vote in votes], VoteSettings(2, 4, 4, rule))
-    assert StepGraphs([4, 8], CPU).serves(decision, decision.tokens_on(0)) is serves
+    assert StepGraphs([4, 8], CPU).size_of(decision) == size
+
+
+def test_an_idle_rank_runs_padding() -> None:
+    graphs = StepGraphs([4], CPU)
+    graphs.buffers.fill(tiny_step([(0, 3, 1), (1, 4, 1)], 0), 4)
+    assert graphs.takes(idle_step()) and graphs.size_for(idle_step()) is None
+    padded = graphs.buffers.fill(idle_step(), 4)
+    assert (padded.num_tokens, padded.num_requests, padded.num_padded_tokens) == (0, 0, 4)
+    assert padded.slot_mapping.tolist() == [-1] * 4 and padded.query_start_loc.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_all_to_all_is_told_what_every_rank_knows(n: int) -> None:
+    told: list[Any] = []
+
+    class Told(Loopback):
+        def expect_tokens(self, most: int | None) -> None:
+            told.append(most)
+
+        @contextmanager
+        def reserve_sms(self) -> Iterator[None]:
+            told.append("reserved")
+            try:
+                yield
+            finally:
+                told.append("given back")
+
+    transport = Told(CONFIG.n_routed_experts)
+    model = DeepseekV2Model(CONFIG, transport)
+    runner = Runner(model, kv_cache=tiny_cache(), settings=VoteSettings(n, n, n), all2all=transport)
+    runner.step(tiny_step([(0, 0, 11)], 0))
+    runner.step(tiny_step([(0, 11, 1)], 0))
+    assert told == [11 - (n - 1) * (11 // n), "reserved", "given back", 1]
+    model.norm.weight = None  # the step fails at its end
+    with pytest.raises(MicrobatchFailed):
+        runner.step(tiny_step([(0, 12, 8)], 0))
+    assert told[-2:] == ["reserved", "given back"]
 
 
 def test_what_is_captured_largest_first_and_once() -> None:
