@@ -122,12 +122,18 @@ class UBatchContext:
         Only receives that may have to run when the yield returns must find the stream they were registered on.
         """
         carrier: Any = getcurrent()
-        microbatch = carrier.microbatch if carrier.__class__ is Carrier else running.get(threading.get_ident())
+        own = carrier.__class__ is Carrier
+        microbatch: Any = carrier.microbatch if own else running.get(threading.get_ident())
         if microbatch is None:
             raise _outside(self, site)
         if microbatch.outstanding:
             self.update_stream(source)
-        microbatch.yield_(site)
+            microbatch.yield_(site)
+        elif own:
+            # Nothing to receive: straight to the hub.
+            microbatch.hand_over(site)
+        else:
+            microbatch.yield_(site)
         self.device.set_stream(target)
 
     def switch_to_comm(self) -> None:

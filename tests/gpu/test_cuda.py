@@ -48,6 +48,56 @@ def test_an_event_orders_two_streams(device: Any) -> None:
     assert y.item() == 1
 
 
+def test_without_raw_entry_points_the_public_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dbo_greenlet.devices import cuda
+
+    for name in ("_raw_current", "_raw_set"):
+        monkeypatch.setattr(cuda, name, None)
+    monkeypatch.setattr(cuda, "_event_base", torch.cuda.Event)
+    device = cuda.CudaDevice()
+    test_one_object_per_stream(device)
+    test_an_event_orders_two_streams(device)
+    assert device.stream_key() == torch.cuda.current_stream().cuda_stream
+
+
+def test_a_replaced_set_stream_is_called(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines replace it to keep their own note of the current stream."""
+    noted: list[Any] = []
+    original = torch.cuda.set_stream
+
+    def set_stream(stream: Any) -> None:
+        noted.append(stream)
+        original(stream)
+
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    stream = device.new_stream("comm")
+    with device.stream_scope(stream):
+        assert device.current_stream() is stream and noted == [stream.raw]
+    assert len(noted) == 2
+
+
+def test_a_stream_that_somebody_else_made_is_put_back(device: Any) -> None:
+    """By its handle alone: the device has not made it, but met it."""
+    theirs = torch.cuda.Stream()
+    with torch.cuda.stream(theirs):
+        key = device.stream_key()
+        met = device.current_stream()
+    assert key == theirs.cuda_stream and device.stream_key() != key
+    device.put_stream(key)
+    try:
+        assert torch.cuda.current_stream() == theirs and device.current_stream() is met
+    finally:
+        torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+def test_events_are_used_again(device: Any) -> None:
+    pool = device.event_pool
+    first = pool.take()
+    device.record(first, device.current_stream())
+    pool.give_back(first)
+    assert pool.take() is first and pool.take() is not first
+
+
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_high_throughput_layers_equal_the_same_in_turn(device: Any, carrier: str) -> None:
     """Sleeps on both streams make a missing wait show as a wrong number."""
