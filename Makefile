@@ -62,7 +62,7 @@ format: setup ## rewrite the sources as `make lint` wants them
 	@$(PY) -m ruff format .
 
 bench: setup ## run the benchmarks that run on a CPU
-	@for script in $(filter-out scripts/bench_gpu_%,$(wildcard scripts/bench_*.py)); do \
+	@for script in $(filter-out scripts/bench_gpu%,$(wildcard scripts/bench_*.py)); do \
 		echo "bench: $$script"; $(PY) "$$script" || exit 1; done
 
 wheel-check: setup ## build the wheel and check it in clean environments

@@ -18,6 +18,7 @@ This module imports neither torch nor CUDA nor vLLM, and nothing in it does I/O.
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import os
 import sys
@@ -249,13 +250,19 @@ class Scheduler:
             return self.thread_state()
         # torch is not imported here: a program that has not imported it has no torch thread state to keep.
         if self.thread_state == "auto" and "torch" in sys.modules:
-            from .thread_state import TorchThreadState
-
-            return TorchThreadState(device)
+            return _torch_thread_state()(device)
         return PlainSwitchState(device)
 
     def __repr__(self) -> str:
         return f"Scheduler(policy={self.policy!r}, carrier={self.carrier!r}, strict={self.strict})"
+
+
+@functools.cache
+def _torch_thread_state() -> Callable[[Device | None], SwitchState]:
+    # Once: an import statement, even of what is there, takes longer than making the object.
+    from .thread_state import TorchThreadState
+
+    return TorchThreadState
 
 
 def _raise_failed(step: Step, index: int, passed_on: tuple[type[Exception], ...]) -> None:
