@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -72,6 +73,8 @@ class GraphPool:
         self.device = device
         self.stream: CudaStream = device.new_stream("graph")
         self._handle = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lost: list[Any] = []
         self._fork = device.new_event()
         self._joins: dict[CudaStream, Any] = {}
 
@@ -92,15 +95,24 @@ class GraphPool:
         before = self.device.current_stream()
         self.device.record(self._fork, before)
         self.device.wait(self.stream, self._fork)
+        if not self._alive:
+            # Torch frees a pool with its last graph, and then does not take its name any more.
+            self._renew()
         with self.device.stream_scope(self.stream):
-            run()
-            self.device.synchronize()
-            size = self.num_bytes()
-            graph = torch.cuda.CUDAGraph()
-            with _no_garbage_collection():
-                began = time.perf_counter()
-                output = self._capture(graph, run, streams)
-                seconds = time.perf_counter() - began
+            try:
+                run()
+                self.device.synchronize()
+                size = self.num_bytes()
+                graph = torch.cuda.CUDAGraph()
+                with _no_garbage_collection():
+                    began = time.perf_counter()
+                    output = self._capture(graph, run, streams)
+                    seconds = time.perf_counter() - began
+            finally:
+                # Also where the warm-up failed half-way: what it enqueued reads what the caller writes next.
+                self.device.record(self._fork, self.stream)
+                self.device.wait(before, self._fork)
+        self._alive.add(graph)
         return Captured(output, seconds, self.num_bytes() - size, graph)
 
     def num_bytes(self) -> int:
@@ -112,12 +124,13 @@ class GraphPool:
         )
 
     def _capture(self, graph: Any, run: Callable[[], T], streams: Sequence[CudaStream]) -> T:
-        graph.capture_begin(pool=self._handle, capture_error_mode=CAPTURE_MODE)
         try:
+            graph.capture_begin(pool=self._handle, capture_error_mode=CAPTURE_MODE)
             self.device.record(self._fork, self.stream)
             for stream in streams:
                 self.device.wait(stream, self._fork)
             output = run()
+            self.device.set_stream(self.stream)
             self._join(streams)
         except BaseException as error:
             self._give_up(graph, streams)
@@ -126,9 +139,11 @@ class GraphPool:
             raise
         try:
             graph.capture_end()
-        except RuntimeError as error:
+        except BaseException as error:
             self._recover(graph)
-            raise _failure(error) from error
+            if isinstance(error, Exception):
+                raise _failure(error) from error
+            raise
         return output
 
     def _join(self, streams: Sequence[CudaStream]) -> None:
@@ -146,29 +161,38 @@ class GraphPool:
             # Raises if CUDA gave the capture up, because it was asked for something that a capture cannot do. It still
             # has to be ended.
             self._join(streams)
-        try:
+        with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        except RuntimeError:
-            self._recover(graph)
-        else:
-            graph.reset()
-            self._renew()
+        self._recover(graph)
 
     def _recover(self, graph: Any) -> None:
-        """After a capture that could not be ended: allocator and random generator know nothing of it any more."""
-        index = self.device.index
-        with contextlib.suppress(RuntimeError):
-            # Raises where this torch has already done so.
-            torch._C._cuda_endAllocateToPool(index, self._handle)
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_releasePool(index, self._handle)
+        """After a capture that failed: allocator and random generator know nothing of it any more."""
+        try:
+            graph.pool()
+        except RuntimeError:
+            # It was not ended, as far as torch knows: what the end does besides is to be done by hand.
+            self._end_by_hand()
+        graph.reset()
+        # The allocator of pinned memory may still ask this graph whether a stream is captured into it.
+        self._lost.append(graph)
         self._renew()
+
+    def _end_by_hand(self) -> None:
+        index = self.device.index
+        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            # Raises where this torch has done it, or had not begun.
+            with contextlib.suppress(RuntimeError):
+                undo(index, self._handle)
         # Generators leave "capturing" at the end of a capture, so here is one that ends.
         nothing = torch.cuda.CUDAGraph()
-        nothing.capture_begin(capture_error_mode=CAPTURE_MODE)
-        torch.zeros(1, device=self.device.name)
-        nothing.capture_end()
-        nothing.reset()
+        try:
+            nothing.capture_begin(capture_error_mode=CAPTURE_MODE)
+            torch.zeros(1, device=self.device.name)
+            nothing.capture_end()
+            nothing.reset()
+        except RuntimeError:
+            # Then the first error is the one to tell; this one would hide it.
+            self._lost.append(nothing)
 
     def _renew(self) -> None:
         """A new pool for what is captured from now on; graphs of the old one keep that.
@@ -179,13 +203,19 @@ class GraphPool:
 
 
 def _failure(error: Exception) -> GraphCaptureError:
-    where = ""
-    if isinstance(error, MicrobatchFailed):
-        where = f" in microbatch {error.index}"
-    return GraphCaptureError(
-        f"the step cannot be captured into a CUDA graph; what stopped it{where}: {error}; while a step is captured "
-        "nothing may be read back from the device and no shape may depend on data: run it eagerly, or take that out"
-    )
+    where = f" in microbatch {error.index}" if isinstance(error, MicrobatchFailed) else ""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
+        if "captur" in str(cause):
+            remedy = (
+                "while a step is captured nothing may be read back from the device, no shape may depend on data, and "
+                "each stream that was used must be joined: take that out, or run the step eagerly"
+            )
+            break
+        cause = cause.__cause__
+    else:
+        remedy = "the step runs eagerly without graphs" if cause is None else "capture fewer or smaller sizes"
+    return GraphCaptureError(f"not captured into a CUDA graph; what stopped it{where}: {error}; {remedy}")
 
 
 @contextlib.contextmanager

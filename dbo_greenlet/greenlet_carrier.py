@@ -250,17 +250,20 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             bracket.begin(this)
         if microbatch.saved_state is None:
             arrived = microbatch.switch(argument)
-            if not unchanged():
-                leave(microbatch)
+            differs = not unchanged()
         else:
             arrived = resume(microbatch, microbatch.switch, _GO)
-        if bracket is not None:
-            _end_bracket(bracket, this, microbatch)
+            differs = False
+        # Before anything that can raise: a microbatch that is unwound goes on on the stream that it left.
         if streams is not None:
             stream_now = stream_key()
             if microbatch.stream != stream_now:
                 microbatch.stream = stream_now
                 streams.meet()
+        if differs:
+            leave(microbatch)
+        if bracket is not None:
+            _end_bracket(bracket, this, microbatch)
         if arrived is microbatch:
             key = (microbatch.site, microbatch.greenlet._stack_saved)
             if strict or key not in _safe_paths or not key[1]:

@@ -14,9 +14,9 @@ that runs the runner, and replayed from then on with one launch and no allocatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +40,7 @@ from .batching import (
 from .devices import Device, cpu_device
 from .errors import (
     ConfigurationError,
+    GraphCaptureError,
     MicrobatchFailed,
     RankFailedError,
     ReceiveHookError,
@@ -51,6 +52,7 @@ from .policy import Policy
 from .schedule import Schedule
 from .scheduler import Scheduler
 from .step_graphs import CapturedStep, StepGraphs, open_pool
+from .step_output import StepOutput, first_rows
 
 if TYPE_CHECKING:
     from .all2all import AllToAll
@@ -78,35 +80,6 @@ class RankLink(Protocol):
         """Make the step fail on every rank; does nothing where another failure was first."""
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """What a step gave.
-
-    Attributes:
-        output: what the model returns, with as many rows as the batch that came in; None where no rank had a token.
-            Of a replayed step it is valid until the next replay.
-        decision: split or not, with the reason, and the votes.
-        slices: the cut, one per microbatch; () where the step was not split.
-        schedule: the scheduler's decisions; None where there were none to take (not split, or one after the other).
-            A replayed step has those of its capture.
-        execution: "eager", or "replayed" from a graph.
-        timeline: where the runner has a `GpuTimeline` and the step was split: the `StepEvents` that hold its GPU times,
-            until the next step of the same graph (or, eager, the next step).
-    """
-
-    output: Any
-    decision: Decision
-    slices: tuple[UBatchSlice, ...] = ()
-    schedule: Schedule | None = None
-    execution: str = "eager"
-    timeline: Any = None
-
-    @property
-    def yields(self) -> tuple[int, ...]:
-        """Number of yields of each microbatch."""
-        return () if self.schedule is None else self.schedule.yields
-
-
 class Runner:
     """Runs a model's steps.
 
@@ -118,13 +91,14 @@ class Runner:
         group: the ranks that run their steps in lockstep with this one; None for a single rank.
         device: where streams and events live; None is the CPU.
         policy, carrier, strict, thread_state, watchdog, instruments: see `Scheduler`.
-        max_requests: requests (padding included) of the largest step. A larger one makes new buffers, which a captured
-            graph would not know about.
+        max_requests: requests (padding included) of the largest step. A larger one makes new buffers; captured graphs
+            keep theirs.
         compare_schedules: after each split step, compare its schedule hash with the other ranks'. It costs a small
             all-gather a step.
         inference_mode: wrap each step in `torch.inference_mode()`: once, round all microbatches.
         graph_sizes: steps in which every request has one new token are padded, tokens and requests, to the next of
-            these sizes, and run as a graph once `capture_graphs` was called. The same on every rank.
+            these sizes, and run as a graph once `capture_graphs` was called. The same on every rank. Padding can leave
+            the last microbatch without a real token; such a step is not split.
         use_graphs: False pads and captures nothing, so that eager steps have the shapes that graphs would have.
         all2all: the model's all-to-all: asked whether it can be captured, told how large microbatches are, and given
             its multiprocessors while a split step runs. Without it the all-to-all makes room for its largest step.
@@ -179,6 +153,8 @@ class Runner:
         self._buffers = self._make_buffers(max_requests)
         self._contexts: list[UBatchContext] = []
         self._joined = self.device.new_event()
+        self._stream: Any = None
+        self._moved = self.device.new_event()
         self._timeline = timeline
         self._all2all = all2all
         self._graphs = StepGraphs(graph_sizes, self._tensor_device()) if graph_sizes else None
@@ -194,14 +170,19 @@ class Runner:
 
         Raises:
             ConfigurationError: the runner was made without graphs, or an unknown mode.
-            GraphCaptureError: a capture failed. What was captured before it stays usable; so does the process.
+            GraphCaptureError: a capture failed here; the process is as it was before. The other ranks of the group get
+                `RankFailedError`, and the group is to be reset.
         """
         if self._graphs is None or self._pool is None:
             raise ConfigurationError("this runner makes no graphs; give it graph_sizes and use_graphs=True")
         if mode not in ("auto", "never"):
             raise ConfigurationError(f"mode={mode!r} has no graphs; choose auto or never")
-        with torch.inference_mode(self._inference_mode):
-            return self._graphs.capture_all(self._unsplit if mode == "never" else self.settings, self._capture)
+        with self._failing_together(), torch.inference_mode(self._inference_mode):
+            found = self._graphs.capture_all(self._unsplit if mode == "never" else self.settings, self._capture)
+            if self.group is not None:
+                # Every rank has them all, or has heard of the one that failed, before one of them replays.
+                self.group.exchange(torch.tensor([len(found)], dtype=torch.int64))
+            return found
 
     def step(
         self, step: StepInput, *, mode: str = "auto", policy: Policy | None = None, veto: Veto = Veto.NONE
@@ -219,22 +200,31 @@ class Runner:
         Raises:
             MicrobatchFailed and what else `Scheduler.run` raises: here. The other ranks of the group get
                 `RankFailedError` naming this one.
-            RankFailedError: another rank failed, died or stalled.
+            RankFailedError: another rank failed, died or stalled. A replay returns before it ran: who reads its output
+                asks the group (`wait_for_device`) first.
             ScheduleDivergence: with `compare_schedules`, another rank took other decisions in this step.
             BrokenGroupError: the group is broken since an earlier step.
             ConfigurationError: an unknown mode.
         """
         if mode not in MODES:
             raise ConfigurationError(f"mode={mode!r} is not known; choose one of {', '.join(MODES)}")
-        vote = self._vote(step, veto)
-        try:
+        with self._failing_together(), torch.inference_mode(self._inference_mode):
+            vote, fits = RankVote.of_step(step, veto=veto), False
+            if self._graphs is not None:
+                vote, fits = self._graphs.vote(step, vote)
             decision = decide(self._votes(vote), self._unsplit if mode == "never" else self.settings)
             if all(each.num_tokens == 0 for each in decision.votes):
                 return StepOutput(None, decision)
-            with torch.inference_mode(self._inference_mode):
-                return self._run(step, decision, mode, policy)
+            self._follow_stream()
+            return self._run(step, decision, mode, policy, fits)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """What is raised inside is raised on every rank (law 7)."""
+        try:
+            yield
         except BaseException as error:
-            # Everything: whatever ends the step here, a KeyboardInterrupt too, leaves the others waiting (law 7).
+            # Everything: whatever ends the step here, a KeyboardInterrupt too, leaves the others waiting.
             if self.group is None:
                 raise
             self.group.announce_failure(_failed_microbatch(error), error)
@@ -244,40 +234,37 @@ class Runner:
             # A microbatch met it, but it is no failure of that microbatch.
             raise RankFailedError(heard.rank, heard.microbatch, heard.reason) from error
 
-    def _vote(self, step: StepInput, veto: Veto) -> RankVote:
-        vote = RankVote.of_step(step, veto=veto)
-        size = None if self._graphs is None else self._graphs.size_for(step)
-        return vote if size is None else replace(vote, num_padded_tokens=size)
-
     def _votes(self, vote: RankVote) -> list[RankVote]:
         if self.group is None:
             return [vote]
         return [RankVote.from_row(row) for row in self.group.exchange(vote.to_row())]
 
-    def _run(self, step: StepInput, decision: Decision, mode: str, policy: Policy | None) -> StepOutput:
+    def _run(self, step: StepInput, decision: Decision, mode: str, policy: Policy | None, fits: bool) -> StepOutput:
         rows = step.num_padded_tokens
         graphs = self._graphs
-        size = None if graphs is None else graphs.size_of(decision)
+        size = graphs.size_of(decision) if graphs is not None and fits else None
         self._expect(decision.padded_tokens, decision.num_microbatches)
-        if graphs is not None and size is not None and graphs.takes(step):
-            step = graphs.buffers.fill(step, size)
+        if graphs is not None and size is not None:
+            graphs.buffers.fill(step, size)
             found = graphs.find(size, decision.num_microbatches)
             if found is not None and policy is None and mode != "sequential":
-                return self._replay(found, step, decision, rows)
+                return self._replay(found, decision, rows)
+            step = graphs.buffers.padded(step, size)
         else:
             step = pad_step(step, decision.tokens_on(0 if self.group is None else self.group.rank))
+        tokens = step.num_padded_tokens
         if not decision.split:
-            return StepOutput(_first_rows(self._forward(step), rows), decision)
-        slices = split_step(step, decision.num_microbatches)
+            return StepOutput(first_rows(self._forward(step), rows), decision, tokens=tokens)
+        slices = tuple(split_step(step, decision.num_microbatches))
         if mode == "sequential":
             outputs = [entry() for entry in self._entries(step, slices)]
-            return StepOutput(_first_rows(merge_outputs(outputs, slices), rows), decision, tuple(slices))
+            return StepOutput(first_rows(merge_outputs(outputs, slices), rows), decision, slices, tokens=tokens)
         scheduler = self.scheduler if policy is None else self._new_scheduler(policy)
         contexts = self._contexts_for_step()
         events = None if self._timeline is None else self._timeline.eager(contexts)
         output, schedule = self._run_split(step, slices, scheduler, contexts, events)
         self._compare(schedule)
-        return StepOutput(_first_rows(output, rows), decision, tuple(slices), schedule, timeline=events)
+        return StepOutput(first_rows(output, rows), decision, slices, schedule, timeline=events, tokens=tokens)
 
     def _entries(self, step: StepInput, slices: Sequence[UBatchSlice]) -> list[Callable[[], Any]]:
         if step.num_padded_requests > self._buffers.max_requests:
@@ -292,12 +279,23 @@ class Runner:
         contexts: list[UBatchContext],
         bracket: SliceBracket | None,
     ) -> tuple[Any, Schedule]:
+        entries = self._entries(step, slices)
         with nullcontext() if self._all2all is None else self._all2all.reserve_sms():
-            result = scheduler.run(self._entries(step, slices), contexts, bracket=bracket)
-        # Whatever the caller enqueues next runs behind the step's communication as well.
+            try:
+                result = scheduler.run(entries, contexts, bracket=bracket)
+            except BaseException:
+                # What was unwound has given its tensors back to the compute stream. A capture that CUDA has given up
+                # cannot be told so, and need not.
+                with suppress(RuntimeError):
+                    self._join(contexts)
+                raise
+        self._join(contexts)
+        return merge_outputs(result.outputs, slices), result.schedule
+
+    def _join(self, contexts: list[UBatchContext]) -> None:
+        """Whatever is enqueued next runs behind the step's communication as well."""
         self.device.record(self._joined, contexts[0].comm_stream)
         self.device.wait(contexts[0].compute_stream, self._joined)
-        return merge_outputs(result.outputs, slices), result.schedule
 
     def _expect(self, tokens: int, microbatches: int) -> None:
         """Tell the all-to-all the most tokens that a microbatch of any rank has: a number that all ranks know."""
@@ -312,28 +310,38 @@ class Runner:
             raise SchedulerInternalError("a graph was asked of a runner that makes none")
         step = graphs.buffers.full_step(size)
         self._expect(size, microbatches)
-        if microbatches == 1:
-            return CapturedStep(size, 1, pool.capture(lambda: self._forward(step)))
-        slices = split_step(step, microbatches)
-        comm = self._contexts_for_step()[0].comm_stream
-        # Contexts of its own: an event that a capture has recorded stands for nothing outside of it.
-        contexts = make_ubatch_contexts(microbatches, pool.stream, comm, device=self.device)
-        events = None if self._timeline is None else self._timeline.captured(contexts)
-        run = partial(self._run_split, step, slices, self.scheduler, contexts, events)
-        captured = pool.capture(run, streams=[comm])
+        try:
+            if microbatches == 1:
+                return CapturedStep(size, 1, pool.capture(lambda: self._forward(step)), buffers=graphs.buffers)
+            slices = tuple(split_step(step, microbatches))
+            comm = self._contexts_for_step()[0].comm_stream
+            # Contexts of its own: an event that a capture has recorded stands for nothing outside of it.
+            contexts = make_ubatch_contexts(microbatches, pool.stream, comm, device=self.device)
+            events = None if self._timeline is None else self._timeline.captured(contexts)
+            run = partial(self._run_split, step, slices, self.scheduler, contexts, events)
+            captured = pool.capture(run, streams=[comm])
+        except GraphCaptureError as error:
+            raise GraphCaptureError(f"the step of {size} tokens in {microbatches} microbatch(es): {error}") from error
         output, schedule = captured.output
-        return CapturedStep(size, microbatches, replace(captured, output=output), schedule, events)
+        captured = replace(captured, output=output)
+        return CapturedStep(size, microbatches, captured, slices, schedule, events, (graphs.buffers, self._buffers))
 
-    def _replay(self, found: CapturedStep, step: StepInput, decision: Decision, rows: int) -> StepOutput:
+    def _replay(self, found: CapturedStep, decision: Decision, rows: int) -> StepOutput:
         found.captured.replay()
         if found.timeline is not None:
             found.timeline.replayed()
-        output = _first_rows(found.captured.output, rows)
-        if found.schedule is None:
-            return StepOutput(output, decision, execution="replayed")
-        self._compare(found.schedule)
-        slices = tuple(split_step(step, found.microbatches))
-        return StepOutput(output, decision, slices, found.schedule, "replayed", found.timeline)
+        output = first_rows(found.captured.output, rows)
+        if found.schedule is not None:
+            self._compare(found.schedule)
+        return StepOutput(output, decision, found.slices, found.schedule, "replayed", found.timeline, tokens=found.size)
+
+    def _follow_stream(self) -> None:
+        """A step on another stream than the last one runs behind it: both use the same buffers."""
+        stream = self.device.current_stream()
+        if self._stream is not None and self._stream is not stream:
+            self.device.record(self._moved, self._stream)
+            self.device.wait(stream, self._moved)
+        self._stream = stream
 
     def _contexts_for_step(self) -> list[UBatchContext]:
         """The contexts, on the stream that is current now; made anew only where that is another one than last time."""
@@ -358,7 +366,9 @@ class Runner:
             )
 
     def _make_buffers(self, max_requests: int) -> UBatchBuffers:
-        return UBatchBuffers(max_requests, self.settings.num_microbatches, self._tensor_device())
+        # Ordinary tensors even if the caller is in inference mode: steps of either kind write to them.
+        with torch.inference_mode(False):
+            return UBatchBuffers(max_requests, self.settings.num_microbatches, self._tensor_device())
 
     def _tensor_device(self) -> torch.device:
         return torch.device(self.device.name)
@@ -378,17 +388,3 @@ def _failure_of_another_rank(error: BaseException | None) -> RankFailedError | N
     while error is not None and not isinstance(error, RankFailedError):
         error = error.__cause__
     return error
-
-
-def _first_rows(output: Any, rows: int) -> Any:
-    """The output without the rows of the padding that the ranks agreed on: views, in the same containers."""
-    if isinstance(output, Tensor):
-        return output[:rows]
-    if isinstance(output, dict):
-        return {key: _first_rows(value, rows) for key, value in output.items()}
-    if isinstance(output, (tuple, list)):
-        items = [_first_rows(item, rows) for item in output]
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    if isinstance(tensors := getattr(output, "tensors", None), dict):
-        return type(output)(_first_rows(tensors, rows))
-    return output

@@ -11,13 +11,13 @@ by two numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .batching import Decision, StepInput, VoteSettings
+from .batching import Decision, RankVote, StepInput, UBatchSlice, VoteSettings
 from .batching.inputs import PADDING_SLOT
 from .errors import ConfigurationError
 
@@ -38,15 +38,19 @@ class CapturedStep:
         size: its tokens and requests, padding included.
         microbatches: N, or 1 for a step that is not split.
         captured: output, seconds, pool_bytes and `replay()`.
+        slices: the cut; () where the step is not split.
         schedule: the scheduler's decisions during the capture, which every replay repeats; None where there were none.
         timeline: the timing events in it, where the runner has a `GpuTimeline`; else None.
+        buffers: what it reads and writes besides the pool's memory, and must not be given away while it lives.
     """
 
     size: int
     microbatches: int
     captured: Captured[Any]
+    slices: tuple[UBatchSlice, ...] = ()
     schedule: Schedule | None = None
     timeline: Any = None
+    buffers: Any = field(default=None, repr=False)
 
 
 class StepBuffers:
@@ -67,26 +71,31 @@ class StepBuffers:
             self._padding = [whole(size, torch.int64, fill) for fill in (0, PADDING_SLOT, PADDING_SLOT, 0)]
         self._filled = 0
 
-    def fill(self, step: StepInput, size: int) -> StepInput:
-        """The step, a uniform decode or an idle one, padded to `size` tokens and requests, as views of the buffers.
+    def fill(self, step: StepInput, size: int) -> None:
+        """Write the step, a uniform decode or an idle one, padded to `size` tokens and requests.
 
         Padding tokens have id 0, position 0, slot -1 and request row -1; padding requests own no token.
         """
-        n = step.num_tokens
+        n, filled = step.num_tokens, self._filled
         ours = [self._positions, self._slots, self._rows, self._ids]
         theirs = [step.positions, step.slot_mapping, step.request_rows, step.input_ids]
+        # Before the first copy: one that is interrupted must not leave slots behind that pass for padding.
+        self._filled = max(n, filled)
         torch._foreach_copy_([each[:n] for each in ours], [each[:n] for each in theirs])  # type: ignore[index]
-        # What lies behind is padding already, but for what the last step left there.
-        if n < self._filled:
-            torch._foreach_copy_(
-                [each[n : self._filled] for each in ours], [p[n : self._filled] for p in self._padding]
-            )
-        self._filled = n
+        if n < filled:
+            # What lies behind is padding already, but for what the last step left there.
+            torch._foreach_copy_([each[n:filled] for each in ours], [each[n:filled] for each in self._padding])
         torch._foreach_copy_(
             [self._offsets[: n + 1], self._lengths[:n]], [step.query_start_loc[: n + 1], step.seq_lens[:n]]
         )
         self._offsets[n + 1 : size + 1] = n
         self._lengths[n:size] = 0
+        self._filled = n
+
+    def padded(self, step: StepInput, size: int) -> StepInput:
+        """The step that was filled in, as views of the buffers."""
+        n = step.num_tokens
+        behind = torch.full((size - n,), n, dtype=torch.int32)
         return StepInput(
             positions=self._positions[:size],
             query_start_loc=self._offsets[: size + 1],
@@ -97,9 +106,7 @@ class StepBuffers:
             num_padded_tokens=size,
             input_ids=self._ids[:size],
             num_requests=n,
-            query_start_loc_cpu=torch.cat(
-                [step.query_start_loc_cpu[: n + 1], torch.full((size - n,), n, dtype=torch.int32)]
-            ),
+            query_start_loc_cpu=torch.cat([step.query_start_loc_cpu[: n + 1], behind]),
             seq_lens_cpu=torch.cat([step.seq_lens_cpu[:n], torch.zeros(size - n, dtype=torch.int32)]),
         )
 
@@ -121,7 +128,8 @@ class StepBuffers:
             query_start_loc_cpu=offsets,
             seq_lens_cpu=ones,
         )
-        return self.fill(step, size)
+        self.fill(step, size)
+        return self.padded(step, size)
 
 
 class StepGraphs:
@@ -142,23 +150,34 @@ class StepGraphs:
         self.buffers = StepBuffers(self.sizes[-1], device)
         self._captured: dict[tuple[int, int], CapturedStep] = {}
 
-    def takes(self, step: StepInput) -> bool:
-        """Whether the buffers can hold this rank's step: it decodes from token ids, or is idle."""
+    def takes(self, step: StepInput, uniform_query_len: int) -> bool:
+        """Whether the buffers can hold this rank's step: it decodes from token ids, or is idle.
+
+        `uniform_query_len`: the step's, which takes some tens of microseconds to ask for.
+        """
         return (
             step.num_tokens <= self.sizes[-1]
             and step.num_padded_tokens == step.num_tokens
-            and (step.num_tokens == 0 or step.uniform_query_len == 1)
+            and (step.num_tokens == 0 or uniform_query_len == 1)
             and step.input_ids is not None
             and step.inputs_embeds is None
             and not step.intermediate_tensors
             and step.positions.dim() == 1
         )
 
-    def size_for(self, step: StepInput) -> int | None:
-        """The size that this rank wants for its step; None where it has no token, or no graph is made for it."""
-        if step.num_tokens == 0 or not self.takes(step):
-            return None
-        return next(size for size in self.sizes if size >= step.num_tokens)
+    def vote(self, step: StepInput, vote: RankVote) -> tuple[RankVote, bool]:
+        """The vote with the size that this rank wants for its step, and whether the buffers take it.
+
+        A rank that decodes a step that they do not take (from embeddings, say) does not call it a decode: no rank may
+        replay a graph of an all-to-all that another one runs eagerly.
+        """
+        if self.takes(step, vote.uniform_query_len):
+            if step.num_tokens:
+                vote = replace(vote, num_padded_tokens=next(s for s in self.sizes if s >= step.num_tokens))
+            return vote, True
+        if step.num_tokens <= self.sizes[-1]:
+            vote = replace(vote, uniform_query_len=0)
+        return vote, False
 
     def size_of(self, decision: Decision) -> int | None:
         """The size at which every rank runs the step that was decided on; None where no graph is made for it.

@@ -58,9 +58,10 @@ class StreamKeeper:
 
     def __init__(self, device: Device) -> None:
         self.meet: Callable[[], Any] = device.current_stream
-        # A device of the four verbs alone, as a test may write it, is served by its stream objects.
-        self.key: Callable[[], Any] = getattr(device, "stream_key", device.current_stream)
-        self.put: Callable[[Any], None] = getattr(device, "put_stream", device.set_stream)
+        # A device without keys, as a test may write it, is served by its stream objects.
+        keyed = hasattr(device, "stream_key") and hasattr(device, "put_stream")
+        self.key: Callable[[], Any] = device.stream_key if keyed else device.current_stream
+        self.put: Callable[[Any], None] = device.put_stream if keyed else device.set_stream
         self.meet()
         self.baseline = self.key()
 

@@ -15,10 +15,11 @@ Each thread has torch's thread state to itself, so nothing is saved and restored
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 from .errors import SchedulerInternalError, StepAborted
 from .slice_bracket import Slice
@@ -87,18 +88,30 @@ class Baton:
         happens to do the bookkeeping: it is kept for the thread that called `run`, and the microbatch is unwound.
         """
         try:
-            if (bracket := self.hooks.bracket) is not None and (this := self.slice) is not None:
+            if self.hooks.bracket is not None and (this := self.slice) is not None:
+                self.slice = None
                 this.end_site = microbatch.site
-                bracket.end(this)
+                self.hooks.bracket.end(this)
             self.step.slice_ended(microbatch)
             if self.hooks.after_slice:
                 self.hooks.notify(self.hooks.after_slice, microbatch)
             return self.pass_on() if self.step.live else None
         except BaseException as error:
-            self.step.aborting = True
-            if self.fault is None:
-                self.fault = error
-            raise StepAborted("the scheduler failed") from None
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        self.step.aborting = True
+        if self.fault is None:
+            self.fault = error
+        raise StepAborted("the scheduler failed") from None
+
+    def slice_failed(self, microbatch: Microbatch) -> None:
+        """The microbatch raised: its slice ends too, and what the bracket says to that would hide the reason."""
+        if self.hooks.bracket is not None and (this := self.slice) is not None and this.microbatch == microbatch.index:
+            self.slice = None
+            this.end_site = microbatch.site
+            with contextlib.suppress(Exception):
+                self.hooks.bracket.end(this)
 
     def pass_on(self) -> Any:
         microbatch: Any = self.step.check_choice(self.choose())
@@ -110,8 +123,13 @@ class Baton:
         if self.hooks.before_slice:
             self.hooks.notify(self.hooks.before_slice, microbatch)
         if (bracket := self.hooks.bracket) is not None:
-            self.slice = Slice(microbatch.index, microbatch.slice_number, len(self.step.decisions), microbatch.site)
-            bracket.begin(self.slice)
+            this = Slice(microbatch.index, microbatch.slice_number, len(self.step.decisions), microbatch.site)
+            try:
+                bracket.begin(this)
+            except BaseException as error:
+                # As at the end of a slice: the step's error, which the model must not be able to swallow.
+                self._fail(error)
+            self.slice = this
 
 
 class ThreadMicrobatch(Microbatch):
@@ -155,6 +173,9 @@ class ThreadMicrobatch(Microbatch):
             baton.state.thread_begin()
             try:
                 chosen = self._run_entry(baton, step)
+            except BaseException:
+                baton.slice_failed(self)
+                raise
             finally:
                 baton.state.thread_end()
         except BaseException as error:

@@ -25,7 +25,7 @@ import torch
 from . import direct_ops, profiling, yields
 from .ambient import AmbientHandle, Pair, ambient_pairs, register_ambient_state
 from .switch_state import StreamKeeper
-from .torch_observe import brief_check, observe, quick_check
+from .torch_observe import _DISPATCH, _FUNCTION, brief_check, observe, quick_check
 from .torch_state import Baseline, Parked
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ class TorchThreadState:
             self._seen = observe()
             self._base = Baseline(self._seen)
             self.unchanged = self._check(plain, index)
-            _last.start = _Start(self, index) if plain else None
+            # Modes belong to the model, and are not to be kept alive from one step to the next.
+            modes = self._seen[_DISPATCH] or self._seen[_FUNCTION]
+            _last.start = _Start(self, index) if plain and not modes else None
         self._engaged = direct_ops.engage()
 
     def _check(self, plain: bool, index: int | None) -> Callable[[], bool]:
@@ -155,8 +157,6 @@ class TorchThreadState:
     def finish(self) -> None:
         """The thread's state is the baseline again, also after a failure in the middle of `leave` or `resume`."""
         try:
-            if self.streams is not None:
-                self.streams.restore()
             profiling.close_above(self._depth)
             for parked in self._parked:
                 parked.leave_guards()
@@ -168,8 +168,14 @@ class TorchThreadState:
                 if value is not base and value != base:
                     restore(base)
         finally:
-            if self._engaged:
-                direct_ops.disengage()
+            try:
+                if self.streams is not None:
+                    self.streams.restore()
+            finally:
+                # Where it is a method of this object, the two would keep each other, and the caller's modes.
+                self.unchanged = _is_over
+                if self._engaged:
+                    direct_ops.disengage()
 
     def _unchanged_with_extras(self) -> bool:
         return self._base.holds() and self._extras_unchanged() and profiling.depth() == self._depth
@@ -205,6 +211,10 @@ class TorchThreadState:
         return direct_ops.find_unsafe_call(frame)
 
 
+def _is_over() -> bool:
+    return True
+
+
 class _Start:
     """What the beginning of a step found out about its thread, for the next step that begins in the same state."""
 
@@ -221,6 +231,7 @@ class _Start:
             host == self._host
             and index == self._index
             and base.holds()
+            and base.cuda_dtype is torch.get_autocast_dtype("cuda")
             and all(save() == value for (save, _), value in zip(extras, values, strict=True))
         )
 

@@ -61,9 +61,12 @@ class CpuDevice:
     def set_stream(self, stream: CpuStream) -> None:
         self._current.stream = stream
 
-    # A stream of this device is its own key.
-    stream_key = current_stream
-    put_stream = set_stream
+    def stream_key(self) -> CpuStream:
+        """A stream of this device is its own key."""
+        return self.current_stream()
+
+    def put_stream(self, key: CpuStream) -> None:
+        self.set_stream(key)
 
     def record(self, event: CpuEvent, stream: CpuStream) -> None:
         stream.marks += 1

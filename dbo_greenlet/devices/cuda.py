@@ -25,7 +25,8 @@ __all__ = ["CudaDevice", "CudaStream", "EventPool", "cuda_device"]
 
 _raw_current: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _raw_set: Callable[[int, int, int], None] | None = getattr(torch._C, "_cuda_setStream", None)
-_public_set = torch.cuda.set_stream
+# None if somebody replaced it before this module was imported.
+_public_set = torch.cuda.set_stream if torch.cuda.set_stream.__module__ == torch.cuda.__name__ else None
 _event_base: Any = getattr(torch._C, "_CudaEventBase", None)
 if _event_base is None or not issubclass(torch.cuda.Event, _event_base):
     _event_base = torch.cuda.Event
@@ -134,14 +135,15 @@ class CudaDevice:
     @contextmanager
     def stream_scope(self, stream: CudaStream) -> Iterator[None]:
         before = self.current_stream()
-        if before is stream:
-            yield
-            return
+        # Setting a stream makes its device the current one.
+        index = torch.cuda.current_device()
         self.set_stream(stream)
         try:
             yield
         finally:
             self.set_stream(before)
+            if index != self.index:
+                torch.cuda.set_device(index)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)

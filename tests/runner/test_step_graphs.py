@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from dbo_greenlet.all2all.loopback import Loopback
 from dbo_greenlet.batching import RankVote, StepInput, VoteSettings, check_step, decide, idle_step
+from dbo_greenlet.devices import CpuDevice
 from dbo_greenlet.errors import ConfigurationError, MicrobatchFailed
 from dbo_greenlet.moe import DeepseekV2Model, KVCache
 from dbo_greenlet.runner import Runner
@@ -40,9 +42,11 @@ def test_the_buffers_hold_the_step_and_padding_whatever_they_held_before(counts:
     generator = torch.Generator().manual_seed(seed)
     for count in counts:
         step = tiny_step([(row, int(torch.randint(0, 9, (1,), generator=generator)), 1) for row in range(count)], seed)
-        size = graphs.size_for(step)
-        assert size is not None and size in (1, 2, 4, 8) and count <= size < 2 * count
-        padded = graphs.buffers.fill(step, size)
+        vote, fits = graphs.vote(step, RankVote.of_step(step))
+        size = vote.num_padded_tokens
+        assert fits and vote.uniform_decode and size in (1, 2, 4, 8) and count <= size < 2 * count
+        graphs.buffers.fill(step, size)
+        padded = graphs.buffers.padded(step, size)
         check_step(padded)
         behind = size - count
         expected = {
@@ -64,7 +68,9 @@ def test_addresses_stay() -> None:
     graphs = StepGraphs([4, 8], CPU)
     seen = set()
     for count in (3, 8, 1):
-        step = graphs.buffers.fill(tiny_step([(row, 1, 1) for row in range(count)], 0), 8)
+        step = tiny_step([(row, 1, 1) for row in range(count)], 0)
+        graphs.buffers.fill(step, 8)
+        step = graphs.buffers.padded(step, 8)
         names = ("positions", "slot_mapping", "request_rows", "input_ids", "query_start_loc", "seq_lens")
         seen.add(tuple(getattr(step, name).data_ptr() for name in names))
     assert len(seen) == 1
@@ -82,7 +88,11 @@ def test_addresses_stay() -> None:
     ],
 )
 def test_steps_that_no_graph_is_made_for(step: StepInput) -> None:
-    assert StepGraphs([4, 8], CPU).size_for(step) is None
+    vote = RankVote.of_step(step)
+    ours, fits = StepGraphs([4, 8], CPU).vote(step, vote)
+    assert not fits and ours.num_padded_tokens == step.num_tokens
+    # Told as no decode only where another rank could take it for one of a graph's.
+    assert ours.uniform_decode is (vote.uniform_decode and step.num_tokens > 8)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +115,10 @@ def test_the_one_size_of_a_decision(votes: list[tuple[int, int, int]], rule: str
 def test_an_idle_rank_runs_padding() -> None:
     graphs = StepGraphs([4], CPU)
     graphs.buffers.fill(tiny_step([(0, 3, 1), (1, 4, 1)], 0), 4)
-    assert graphs.takes(idle_step()) and graphs.size_for(idle_step()) is None
-    padded = graphs.buffers.fill(idle_step(), 4)
+    vote, fits = graphs.vote(idle_step(), RankVote.of_step(idle_step()))
+    assert fits and (vote.num_tokens, vote.num_padded_tokens) == (0, 0)
+    graphs.buffers.fill(idle_step(), 4)
+    padded = graphs.buffers.padded(idle_step(), 4)
     assert (padded.num_tokens, padded.num_requests, padded.num_padded_tokens) == (0, 0, 4)
     assert padded.slot_mapping.tolist() == [-1] * 4 and padded.query_start_loc.tolist() == [0] * 5
 
@@ -188,3 +200,107 @@ def test_what_graphs_need_is_said(model: Any) -> None:
         Runner(model, kv_cache=static_cache(), graph_sizes=[0, 4], use_graphs=False)
     with pytest.raises(ConfigurationError, match="makes no graphs"):
         Runner(model, kv_cache=static_cache(), graph_sizes=[4], use_graphs=False).capture_graphs()
+
+
+class Group:
+    """Rank 0 of a group whose other ranks vote as told."""
+
+    rank = 0
+
+    def __init__(self, *others: tuple[int, int, int]) -> None:
+        self.others = [RankVote(*vote) for vote in others]
+        self.world_size = 1 + len(others)
+        self.rows: list[list[int]] = []
+
+    def exchange(self, row: Tensor) -> Tensor:
+        self.rows.append(row.tolist())
+        return torch.stack([row, *(vote.to_row() for vote in self.others)])
+
+    def announce_failure(self, microbatch: int | None, error: BaseException) -> None:
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("requests", "other", "tokens", "split"),
+    [
+        (DECODES, (8, 8, 1), 8, True),
+        (DECODES, (7, 8, 1), 8, True),
+        (DECODES[:2], (7, 8, 1), 8, False),  # too few to split, and the size of the other rank all the same
+        ([], (3, 4, 1), 4, False),  # idle: padding alone
+        (DECODES, (11, 11, 0), 8, False),  # the other one prefills: own size
+        (DECODES, (0, 0, 0), 8, False),
+    ],
+)
+def test_what_a_rank_runs_beside_another(
+    model: Any, requests: list[Any], other: tuple[int, int, int], tokens: int, split: bool
+) -> None:
+    group = Group(other)
+    runner = Runner(
+        model,
+        kv_cache=static_cache(),
+        settings=VoteSettings(2, 3, 6),
+        group=group,
+        graph_sizes=[4, 8],
+        use_graphs=False,
+    )
+    step = tiny_step(requests, 3) if requests else idle_step()
+    out = runner.step(step)
+    assert (out.tokens, out.decision.split, out.output.shape[0]) == (tokens, split, len(requests))
+    alone = Runner(model, kv_cache=static_cache(), settings=VoteSettings(1, 3, 6))
+    if requests:
+        torch.testing.assert_close(out.output, alone.step(step).output, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decode_that_no_graph_takes_is_told_as_none(model: Any) -> None:
+    group = Group((3, 4, 1))
+    runner = Runner(
+        model, kv_cache=static_cache(), settings=VoteSettings(2, 2, 2), group=group, graph_sizes=[4], use_graphs=False
+    )
+    step = tiny_step(DECODES[:3], 3)
+    embedded = replace(step, input_ids=None, inputs_embeds=model.embed_tokens.weight[step.input_ids])
+    runner.step(embedded)
+    runner.step(step)
+    assert [row[1:4] for row in group.rows] == [[3, 3, 0], [3, 4, 1]]
+
+
+def test_an_interrupted_fill_leaves_no_slots_that_pass_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = StepGraphs([8], CPU).buffers
+    copy, calls = torch._foreach_copy_, []
+
+    def interrupted(ours: Any, theirs: Any) -> None:
+        calls.append(1)
+        copy(ours, theirs)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffers.fill(tiny_step([(row, 3, 1) for row in range(8)], 0), 8)
+    one = tiny_step([(0, 3, 1)], 0)
+    buffers.fill(one, 8)
+    padded = buffers.padded(one, 8)
+    assert padded.slot_mapping.tolist() == [one.slot_mapping.item()] + [-1] * 7
+    assert padded.request_rows.tolist() == [0] + [-1] * 7
+
+
+def test_a_larger_step_does_not_take_the_buffers_of_a_graph(model: Any) -> None:
+    runner = Runner(model, kv_cache=static_cache(), settings=VoteSettings(2, 2, 2), max_requests=2)
+    captured = CapturedStep(2, 2, None, buffers=runner._buffers)  # type: ignore[arg-type]
+    runner.step(tiny_step(DECODES, 1))
+    assert runner._buffers is not captured.buffers and captured.buffers.max_requests == 2
+
+
+def test_a_step_on_another_stream_runs_behind_the_last_one(model: Any) -> None:
+    waits: list[tuple[str, str]] = []
+
+    class Noting(CpuDevice):
+        def wait(self, stream: Any, event: Any) -> None:
+            waits.append((stream.name, event.stream.name))
+
+    device = Noting()
+    first, second = device.new_stream("first"), device.new_stream("second")
+    runner = Runner(model, kv_cache=static_cache(), settings=VoteSettings(1, 2, 2), device=device)
+    for stream in (first, first, second, first):
+        with device.stream_scope(stream):
+            runner.step(tiny_step(DECODES, 1))
+    assert waits == [("second", "first"), ("first", "second")]
