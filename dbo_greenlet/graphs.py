@@ -140,6 +140,10 @@ class GraphPool:
         try:
             graph.capture_end()
         except BaseException as error:
+            if torch.cuda.is_current_stream_capturing():
+                # Interrupted before it did anything.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
             self._recover(graph)
             if isinstance(error, Exception):
                 raise _failure(error) from error
