@@ -78,7 +78,13 @@ class GraphPool:
         self._fork = device.new_event()
         self._joins: dict[CudaStream, Any] = {}
 
-    def capture(self, run: Callable[[], T], *, streams: Sequence[CudaStream] = ()) -> Captured[T]:
+    def capture(
+        self,
+        run: Callable[[], T],
+        *,
+        streams: Sequence[CudaStream] = (),
+        wait: Callable[[], None] | None = None,
+    ) -> Captured[T]:
         """Run `run` twice on the pool's stream: once as it is, then once into a graph.
 
         The first run makes what cannot be made inside a capture (handles, workspaces, compiled kernels) and does all of
@@ -87,6 +93,8 @@ class GraphPool:
         Args:
             run: enqueues the work, on the current stream and on `streams`. It must read nothing back from the device.
             streams: the comm streams it uses. They may hold nothing that is still being captured elsewhere.
+            wait: blocks the host until the current stream is done, after the first run; default: a plain
+                synchronization, which cannot notice that a rank whose message the stream waits for is gone.
 
         Raises:
             GraphCaptureError: the capture failed; the cause is what `run` raised, or what CUDA said at its end. The
@@ -101,7 +109,7 @@ class GraphPool:
         with self.device.stream_scope(self.stream):
             try:
                 run()
-                self.device.synchronize()
+                (wait or self.device.synchronize)()
                 size = self.num_bytes()
                 graph = torch.cuda.CUDAGraph()
                 with _no_garbage_collection():

@@ -14,14 +14,13 @@ that runs the runner, and replayed from then on with one launch and no allocatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from .batching import (
     Decision,
@@ -41,14 +40,12 @@ from .devices import Device, cpu_device
 from .errors import (
     ConfigurationError,
     GraphCaptureError,
-    MicrobatchFailed,
-    RankFailedError,
-    ReceiveHookError,
     ScheduleDivergence,
     SchedulerInternalError,
 )
 from .microbatch import UBatchContext, make_ubatch_contexts
 from .policy import Policy
+from .rank_failures import RankLink, failing_together
 from .schedule import Schedule
 from .scheduler import Scheduler
 from .step_graphs import CapturedStep, StepGraphs, open_pool
@@ -63,21 +60,7 @@ __all__ = ["MODES", "RankLink", "Runner", "StepOutput"]
 
 MODES = ("auto", "never", "sequential")
 
-
-class RankLink(Protocol):
-    """What the runner asks of a group of ranks; `dbo_greenlet.ranks.RankGroup` is one."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def exchange(self, row: Tensor) -> Tensor:
-        """Every rank's row of whole numbers [n], as [world_size, n]."""
-
-    def announce_failure(self, microbatch: int | None, error: BaseException) -> None:
-        """Make the step fail on every rank; does nothing where another failure was first."""
+T = TypeVar("T")
 
 
 class Runner:
@@ -177,7 +160,7 @@ class Runner:
             raise ConfigurationError("this runner makes no graphs; give it graph_sizes and use_graphs=True")
         if mode not in ("auto", "never"):
             raise ConfigurationError(f"mode={mode!r} has no graphs; choose auto or never")
-        with self._failing_together(), torch.inference_mode(self._inference_mode):
+        with failing_together(self.group), torch.inference_mode(self._inference_mode):
             found = self._graphs.capture_all(self._unsplit if mode == "never" else self.settings, self._capture)
             if self.group is not None:
                 # Every rank has them all, or has heard of the one that failed, before one of them replays.
@@ -208,7 +191,7 @@ class Runner:
         """
         if mode not in MODES:
             raise ConfigurationError(f"mode={mode!r} is not known; choose one of {', '.join(MODES)}")
-        with self._failing_together(), torch.inference_mode(self._inference_mode):
+        with failing_together(self.group), torch.inference_mode(self._inference_mode):
             vote, fits = RankVote.of_step(step, veto=veto), False
             if self._graphs is not None:
                 vote, fits = self._graphs.vote(step, vote)
@@ -217,22 +200,6 @@ class Runner:
                 return StepOutput(None, decision)
             self._follow_stream()
             return self._run(step, decision, mode, policy, fits)
-
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """What is raised inside is raised on every rank (law 7)."""
-        try:
-            yield
-        except BaseException as error:
-            # Everything: whatever ends the step here, a KeyboardInterrupt too, leaves the others waiting.
-            if self.group is None:
-                raise
-            self.group.announce_failure(_failed_microbatch(error), error)
-            heard = _failure_of_another_rank(error)
-            if heard is None or heard is error:
-                raise
-            # A microbatch met it, but it is no failure of that microbatch.
-            raise RankFailedError(heard.rank, heard.microbatch, heard.reason) from error
 
     def _votes(self, vote: RankVote) -> list[RankVote]:
         if self.group is None:
@@ -310,23 +277,37 @@ class Runner:
             raise SchedulerInternalError("a graph was asked of a runner that makes none")
         step = graphs.buffers.full_step(size)
         self._expect(size, microbatches)
+        wait = getattr(self.group, "wait_for_device", None)
+        slices: tuple[UBatchSlice, ...] = ()
+        schedule = events = None
         try:
             if microbatches == 1:
-                return CapturedStep(size, 1, pool.capture(lambda: self._forward(step)), buffers=graphs.buffers)
-            slices = tuple(split_step(step, microbatches))
-            comm = self._contexts_for_step()[0].comm_stream
-            # Contexts of its own: an event that a capture has recorded stands for nothing outside of it.
-            contexts = make_ubatch_contexts(microbatches, pool.stream, comm, device=self.device)
-            events = None if self._timeline is None else self._timeline.captured(contexts)
-            run = partial(self._run_split, step, slices, self.scheduler, contexts, events)
-            captured = pool.capture(run, streams=[comm])
+                captured = pool.capture(partial(self._noted, partial(self._forward, step)), wait=wait)
+            else:
+                slices = tuple(split_step(step, microbatches))
+                comm = self._contexts_for_step()[0].comm_stream
+                # Contexts of its own: an event that a capture has recorded stands for nothing outside of it.
+                contexts = make_ubatch_contexts(microbatches, pool.stream, comm, device=self.device)
+                events = None if self._timeline is None else self._timeline.captured(contexts)
+                run = partial(self._run_split, step, slices, self.scheduler, contexts, events)
+                both = pool.capture(partial(self._noted, run), streams=[comm], wait=wait)
+                output, schedule = both.output
+                captured = replace(both, output=output)
         except GraphCaptureError as error:
             raise GraphCaptureError(f"the step of {size} tokens in {microbatches} microbatch(es): {error}") from error
-        output, schedule = captured.output
-        captured = replace(captured, output=output)
-        return CapturedStep(size, microbatches, captured, slices, schedule, events, (graphs.buffers, self._buffers))
+        operations = None if self._all2all is None else self._all2all.replay_token()
+        buffers = (graphs.buffers, self._buffers)
+        return CapturedStep(size, microbatches, captured, slices, schedule, events, buffers, operations)
+
+    def _noted(self, run: Callable[[], T]) -> T:
+        """`run`; where it is being captured, the all-to-all notes what it does from here on."""
+        if self._all2all is not None and torch.cuda.is_current_stream_capturing():
+            self._all2all.begin_capture()
+        return run()
 
     def _replay(self, found: CapturedStep, decision: Decision, rows: int) -> StepOutput:
+        if self._all2all is not None:
+            self._all2all.replaying(found.operations)
         found.captured.replay()
         if found.timeline is not None:
             found.timeline.replayed()
@@ -376,15 +357,3 @@ class Runner:
 
 def _forward_with_cache(forward: Callable[[StepInput, Any], Any], kv_cache: Any, step: StepInput) -> Any:
     return forward(step, kv_cache)
-
-
-def _failed_microbatch(error: BaseException) -> int | None:
-    if isinstance(error, MicrobatchFailed):
-        return error.index
-    return error.owner if isinstance(error, ReceiveHookError) else None
-
-
-def _failure_of_another_rank(error: BaseException | None) -> RankFailedError | None:
-    while error is not None and not isinstance(error, RankFailedError):
-        error = error.__cause__
-    return error

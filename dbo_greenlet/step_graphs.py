@@ -42,6 +42,7 @@ class CapturedStep:
         schedule: the scheduler's decisions during the capture, which every replay repeats; None where there were none.
         timeline: the timing events in it, where the runner has a `GpuTimeline`; else None.
         buffers: what it reads and writes besides the pool's memory, and must not be given away while it lives.
+        operations: what the all-to-all has to know about it before each replay.
     """
 
     size: int
@@ -51,6 +52,7 @@ class CapturedStep:
     schedule: Schedule | None = None
     timeline: Any = None
     buffers: Any = field(default=None, repr=False)
+    operations: Any = field(default=None, repr=False)
 
 
 class StepBuffers:
