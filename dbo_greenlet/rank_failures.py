@@ -1,4 +1,4 @@
-"""Ranks that run their steps in lockstep fail together (law 7): what a runner asks of their group, and what it tells it."""
+"""Ranks that run steps in lockstep fail together (law 7): what a runner asks of their group, and what it tells it."""
 
 from __future__ import annotations
 
