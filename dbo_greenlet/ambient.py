@@ -59,8 +59,8 @@ def register_ambient_state(name: str, save: Callable[[], Any], restore: Callable
         restore: makes a value that `save` returned the current one.
 
     Two values are taken as the same state if they are the same object or compare equal; `restore` is not called then.
-    It is called between slices, with the state of the step's caller on, and must not yield. What either of them raises
-    comes out of the step.
+    It is called between slices, with the state of the step's caller on but for the current stream, which is the one of
+    the slice before or after, and must not yield. What either of them raises comes out of the step.
 
     Raises:
         ConfigurationError: `name` is registered already, or one of the two is not callable.

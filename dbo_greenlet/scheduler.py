@@ -128,7 +128,7 @@ class Scheduler:
         watchdog: seconds without progress after which a report of the stuck step is logged; None is off.
         instruments: objects with any of the methods `before_step(step)`, `after_step(step, error)`,
             `before_slice(microbatch)`, `after_slice(microbatch)`, `recv_registered(microbatch)`,
-            `recv_ran(owner, by)`.
+            `recv_ran(owner, by)`. Between slices the current stream is that of the slice.
 
     Between steps a scheduler keeps nothing but idle greenlets, per thread: it may run steps in several threads at once,
     and a microbatch may run a step inside a step.

@@ -220,7 +220,10 @@ class Decision:
     padding_only_ranks: tuple[int, ...] = ()
 
     def tokens_on(self, rank: int) -> int:
-        """The tokens, with padding, that a rank runs: the agreed number if split, else its own."""
+        """The tokens, with padding, that a rank is to run: the agreed number if split, else its own.
+
+        A runner that pads to the sizes of its graphs may run more; `StepOutput.tokens` says how many it ran.
+        """
         return self.padded_tokens if self.split else self.votes[rank].num_padded_tokens
 
 
