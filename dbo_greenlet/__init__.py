@@ -13,6 +13,7 @@ from ._version import __version__
 
 # Public name -> the module that defines it.
 _HOME = {
+    "GpuTimeline": "gpu_timeline",
     "RoundRobin": "policy",
     "Runner": "runner",
     "Scripted": "policy",

@@ -29,7 +29,7 @@ def show(
     width: Annotated[int, typer.Option(min=40, help="Characters a line.")] = 100,
     as_json: Annotated[bool, typer.Option("--json", help="Print the step's record as JSON.")] = False,
 ) -> int:
-    """Print the timetable of a recorded step in the Comp / Comm / Order notation.
+    """Print the timetable of a recorded step in the Comp / Comm / Order notation, and its GPU times if it has some.
 
     Example: dbo-greenlet show trace.jsonl --step 12 --rank 1 --layers 1-2
 
@@ -38,7 +38,7 @@ def show(
     import dataclasses
 
     from ..errors import ConfigurationError
-    from ..trace import newest_trace, parse_layers, read_trace, render_lanes, render_step
+    from ..trace import newest_trace, parse_layers, read_trace, render_gpu, render_lanes, render_step
 
     wanted = None if layers is None else parse_layers(layers)
     if last and step is not None:
@@ -52,19 +52,23 @@ def show(
         asked = [s for s in trace.steps.values() if run in (None, s.run) and rank in (None, s.rank)]
         if last:
             asked.reverse()
-        first = next((s for s in asked if s.slices), asked[0] if asked else None)
+        first = next((s for s in asked if s.slices or s.gpu), asked[0] if asked else None)
         step, run, rank = (0, run, rank) if first is None else (first.step, first.run, first.rank)
     found = trace.step(step, run=run, rank=rank)
     if as_json:
         record = None if found.record is None else dataclasses.asdict(found.record)
         slices = [dataclasses.asdict(each) for each in found.slices]
         receives = [dataclasses.asdict(each) for each in found.receives]
-        print(json.dumps({"record": record, "slices": slices, "receives": receives}, indent=2))
+        gpu = [dataclasses.asdict(each) for each in found.gpu]
+        print(json.dumps({"record": record, "slices": slices, "receives": receives, "gpu": gpu}, indent=2))
         return 0
     print(render_step(found, layers=wanted, width=width))
     if lanes:
         print()
         print(render_lanes(found, layers=wanted, width=width))
+    if gpu_rows := render_gpu(found, layers=wanted, width=width):
+        print()
+        print(gpu_rows)
     if trace.torn:
         print()
         print(f"The last line of {file} is torn and was left out: the run is writing it right now, or died there.")

@@ -10,11 +10,16 @@ What is in it:
     notation     schedule -> order of work, in vLLM's notation
     timetable    order of work -> Comp, Comm and Order lines
     step_text    a recorded step as text, with its timetable
+    rows         boxes on a line of characters, and the axis above them
     lanes        slices -> one row per microbatch over host time
+    gpu_lanes    GPU times -> one row per stream and microbatch over GPU time
+    gpu_busy     GPU times -> how long each stream was in use, and both at once
 """
 
 from __future__ import annotations
 
+from .gpu_busy import GpuUse, gpu_use
+from .gpu_lanes import render_gpu
 from .lanes import render_lanes
 from .reader import StepTrace, Trace, TraceReader, read_trace
 from .recorder import StepRecorder, make_header
@@ -22,6 +27,7 @@ from .rolling import RollingTrace, newest_trace
 from .schema import (
     SCHEMA_VERSION,
     EndRecord,
+    GpuRecord,
     HeaderRecord,
     PromptRecord,
     Record,
@@ -36,6 +42,8 @@ from .writer import TraceWriter
 __all__ = [
     "SCHEMA_VERSION",
     "EndRecord",
+    "GpuRecord",
+    "GpuUse",
     "HeaderRecord",
     "PromptRecord",
     "Record",
@@ -48,10 +56,12 @@ __all__ = [
     "Trace",
     "TraceReader",
     "TraceWriter",
+    "gpu_use",
     "make_header",
     "newest_trace",
     "parse_layers",
     "read_trace",
+    "render_gpu",
     "render_lanes",
     "render_order",
     "render_step",

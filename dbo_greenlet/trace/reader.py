@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from ..errors import TraceFileError
 from .schema import (
     EndRecord,
+    GpuRecord,
     HeaderRecord,
     PromptRecord,
     Record,
@@ -119,6 +120,7 @@ class StepTrace:
         record: the step record; None in a run that died before the step was complete.
         slices: in the order in which they ran, a failed one included.
         receives: the in-flight windows, in the order in which they were sent.
+        gpu: the slices on the GPU, where they were timed: of a step that was replayed from its graph, too.
     """
 
     run: str
@@ -127,16 +129,26 @@ class StepTrace:
     record: StepRecord | None = None
     slices: list[SliceRecord] = field(default_factory=list)
     receives: list[RecvRecord] = field(default_factory=list)
+    gpu: list[GpuRecord] = field(default_factory=list)
 
     @property
     def decisions(self) -> tuple[int, ...]:
-        """The microbatch that ran, slice by slice: the schedule's decisions."""
-        return tuple(s.ubatch for s in self.slices if not s.failed)
+        """The microbatch that ran, slice by slice: the schedule's decisions.
+
+        Of a step without slices on the host, as the GPU ran them. So are `sites`.
+        """
+        return tuple(s.ubatch for s in self._in_order)
 
     @property
     def sites(self) -> tuple[str, ...]:
         """The site at which each of these slices ended: the schedule's sites."""
-        return tuple(s.site for s in self.slices if not s.failed)
+        return tuple(s.site for s in self._in_order)
+
+    @property
+    def _in_order(self) -> list[SliceRecord] | list[GpuRecord]:
+        if self.slices:
+            return [s for s in self.slices if not s.failed]
+        return [s for s in self.gpu if s.stream == "compute"]
 
     @property
     def receives_as_run(self) -> list[RecvRecord]:
@@ -149,7 +161,8 @@ class StepTrace:
         """Number of microbatches N; 0 where the step was not split."""
         if self.record is not None and self.record.slices:
             return len(self.record.slices)
-        return 1 + max((s.ubatch for s in self.slices), default=-1)
+        ran = {s.ubatch for s in self.slices} | {s.ubatch for s in self.gpu}
+        return 1 + max(ran, default=-1)
 
 
 @dataclass
@@ -243,6 +256,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
                 entry.slices.append(record)
             elif isinstance(record, RecvRecord):
                 entry.receives.append(record)
+            elif isinstance(record, GpuRecord):
+                entry.gpu.append(record)
             else:
                 once(entry.record is not None, f"record of step {record.step}, run {record.run!r}, rank {record.rank}")
                 entry.record = record

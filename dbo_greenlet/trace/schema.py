@@ -8,10 +8,12 @@ the records of several ranks; every line names its rank.
     step     one forward of the whole batch: the batch, the vote, the schedule, a checksum of the output
     slice    what one microbatch ran between two yield points, in the order in which they ran
     recv     one in-flight window: from a send to the moment its receive was complete
+    gpu      one slice on one stream of the GPU, in the order in which the slices were enqueued; where it was measured
     end      once a rank, last: how the run ended
 
-A step is identified by (run, step, rank); `run` names what carried it: "dbo" (greenlets), "thread" or "unsplit". Times
-are microseconds since the rank's origin on the host's monotonic clock, with three decimals (it counts nanoseconds).
+A step is identified by (run, step, rank); `run` names what carried it: "dbo" (greenlets), "thread" or "unsplit", with
+"-graph" behind it where decode steps were replayed from graphs. Times are microseconds since the rank's origin on the
+host's monotonic clock, with three decimals (it counts nanoseconds).
 
 Versions: a reader takes every older schema (`UPGRADES`) and refuses a newer one. Within a version, keys and kinds it
 does not know are passed over, so a later version of the package may add both without a new number; a number changes
@@ -35,6 +37,7 @@ __all__ = [
     "KINDS",
     "SCHEMA_VERSION",
     "EndRecord",
+    "GpuRecord",
     "HeaderRecord",
     "PromptRecord",
     "Record",
@@ -209,6 +212,40 @@ class RecvRecord:
 
 
 @dataclass(frozen=True)
+class GpuRecord:
+    """One slice on one stream of the GPU, by timing events (`gpu_timeline`).
+
+    A kind of its own, and not keys of the slice record, because a step that is replayed from its graph has these and
+    no slices on the host, and a slice may use two streams.
+
+    Attributes:
+        step, rank, run: the step.
+        ubatch, slice, site: as in `SliceRecord`.
+        stream: "compute" or "comm".
+        begin, end: microseconds on the trace's axis at which the stream came to the slice and was done with it.
+        waited: how much of that, from `begin` on, the stream waited for another one.
+        after: the yield site that the slice goes on from, "" where the microbatch starts.
+        error: microseconds by which the whole step may lie to either side of its place on that axis. Within the step
+            times are exact to the GPU's tick, at most half a microsecond; but each event takes about 2 us itself, which
+            are part of the slice that it ends.
+    """
+
+    kind: ClassVar[str] = "gpu"
+    step: int
+    rank: int
+    run: str
+    ubatch: int
+    slice: int
+    site: str
+    stream: str
+    begin: float
+    end: float
+    waited: float = 0.0
+    after: str = ""
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
 class EndRecord:
     """How the run ended on one rank. A trace without one is of a run that still goes on or was killed."""
 
@@ -218,10 +255,10 @@ class EndRecord:
     error: str | None = None
 
 
-Record = HeaderRecord | PromptRecord | StepRecord | SliceRecord | RecvRecord | EndRecord
+Record = HeaderRecord | PromptRecord | StepRecord | SliceRecord | RecvRecord | GpuRecord | EndRecord
 
 KINDS: dict[str, type[Any]] = {
-    cls.kind: cls for cls in (HeaderRecord, PromptRecord, StepRecord, SliceRecord, RecvRecord, EndRecord)
+    cls.kind: cls for cls in (HeaderRecord, PromptRecord, StepRecord, SliceRecord, RecvRecord, GpuRecord, EndRecord)
 }
 
 

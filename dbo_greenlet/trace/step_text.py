@@ -24,6 +24,11 @@ HIGH_THROUGHPUT = (
     "what is in flight at once, the communication stream runs in turn"
 )
 
+GPU_ONLY = (
+    "no slices on the host: the order is that of its slices on the GPU, with the receives where the rule of the ring "
+    "has them"
+)
+
 
 def render_step(
     step: StepTrace, *, layers: Collection[int] | None = None, width: int = 100, shared_expert: bool = True
@@ -48,15 +53,19 @@ def render_step(
         lines.append(f"failed: {step.record.error}")
     lines += [f"microbatch {s.ubatch} failed in its slice {s.slice}" for s in step.slices if s.failed]
     decisions, sites = step.decisions, step.sites
-    if not step.slices:
+    if not step.slices and not step.gpu:
         lines += _without_slices(step, width)
         return "\n".join(lines)
     lines += _what_is_missing(step)
+    receives: list[Receive] | None = None
+    if step.slices:
+        receives = [Receive(r.ubatch, r.by, r.decision) for r in step.receives_as_run if r.decision is not None]
+    else:
+        lines += _wrapped(GPU_ONLY, width)
     if why := why_no_notation(decisions, sites):
         lines.append(f"no timetable: {why}; its slices, in the order in which they ran:")
         lines += _slice_list(step)
     else:
-        receives = [Receive(r.ubatch, r.by, r.decision) for r in step.receives_as_run if r.decision is not None]
         lines += [
             "",
             render_order(order(decisions, sites, receives, shared_expert=shared_expert), layers=layers, width=width),
@@ -102,7 +111,7 @@ def _heading(step: StepTrace) -> str:
     text = f"step {step.step}, rank {step.rank}, run {step.run}"
     if step.record is not None:
         text += f": {step.record.tokens} tokens"
-    if step.slices:
+    if step.slices or step.gpu:
         text += f"{',' if step.record is not None else ':'} {step.count} microbatches, {len(step.decisions)} slices"
     if step.record is not None and step.record.hash:
         text += f", schedule hash {step.record.hash}"
@@ -129,9 +138,12 @@ def _slice_list(step: StepTrace) -> list[str]:
         if receive.decision is not None:
             whose = "its own receive" if receive.by is None else f"the receive of microbatch {receive.ubatch}"
             received.setdefault(receive.decision, []).append(f"{whose} ({receive.site})")
+    ran = [(s.ubatch, s.slice, s.site, s.failed) for s in step.slices]
+    if not ran:
+        ran = [(s.ubatch, s.slice, s.site, False) for s in step.gpu if s.stream == "compute"]
     lines = []
-    for number, entry in enumerate(step.slices):
-        ending = "failed" if entry.failed else f"to {entry.site}" if entry.site else "returned"
-        runs = "".join(f", ran {what}" for what in received.get(number, ()))
-        lines.append(f"{number:5}  microbatch {entry.ubatch}  slice {entry.slice:3}  {ending}{runs}")
+    for position, (index, number, site, failed) in enumerate(ran):
+        ending = "failed" if failed else f"to {site}" if site else "returned"
+        runs = "".join(f", ran {what}" for what in received.get(position, ()))
+        lines.append(f"{position:5}  microbatch {index}  slice {number:3}  {ending}{runs}")
     return lines

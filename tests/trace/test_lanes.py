@@ -87,6 +87,8 @@ def test_a_step_that_was_not_split() -> None:
     assert render_lanes(whole) == "no lanes: the step was not split"
     split = StepTrace("x", 0, 0, StepRecord(0, 0, "x", 8, 8, True, ""))
     assert render_lanes(split) == "no lanes: its slices are not in the trace (yet)"
+    replayed = StepTrace("x", 0, 0, StepRecord(0, 0, "x", 8, 8, True, "", execution="replayed"))
+    assert render_lanes(replayed).startswith("no lanes: the step was replayed from its graph")
 
 
 def test_a_microbatch_that_never_ran_has_an_empty_row() -> None:

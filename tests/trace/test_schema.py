@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_greenlet.errors import TraceFileError
-from dbo_greenlet.trace import EndRecord, HeaderRecord, PromptRecord, RecvRecord, SliceRecord, StepRecord, schema
+from dbo_greenlet.trace import (
+    EndRecord,
+    GpuRecord,
+    HeaderRecord,
+    PromptRecord,
+    RecvRecord,
+    SliceRecord,
+    StepRecord,
+    schema,
+)
 
 number = st.integers(min_value=0, max_value=2**53)
 index = st.integers(min_value=0, max_value=40)
@@ -97,6 +106,21 @@ RECORDS = st.one_of(
         decision=st.none() | number,
         sent_decision=st.none() | number,
     ),
+    st.builds(
+        GpuRecord,
+        step=number,
+        rank=index,
+        run=text,
+        ubatch=index,
+        slice=index,
+        site=text,
+        stream=text,
+        begin=time,
+        end=time,
+        waited=time,
+        after=text,
+        error=time,
+    ),
     st.builds(EndRecord, ok=st.booleans(), rank=index, error=st.none() | text),
 )
 
@@ -113,6 +137,14 @@ def test_the_line_of_a_slice() -> None:
     assert schema.to_json(record) == (
         '{"t":"slice","step":3,"rank":1,"run":"dbo","ubatch":0,"slice":7,"site":"layer3.dispatch",'
         '"begin":10.5,"end":20.125,"stream":null,"failed":false}'
+    )
+
+
+def test_the_line_of_a_slice_on_the_gpu() -> None:
+    record = GpuRecord(3, 1, "dbo", 0, 7, "layer3.combine", "comm", 10.5, 20.125, 1.5, "layer3.dispatch", 6.1)
+    assert schema.to_json(record) == (
+        '{"t":"gpu","step":3,"rank":1,"run":"dbo","ubatch":0,"slice":7,"site":"layer3.combine","stream":"comm",'
+        '"begin":10.5,"end":20.125,"waited":1.5,"after":"layer3.dispatch","error":6.1}'
     )
 
 
