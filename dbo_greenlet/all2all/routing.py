@@ -6,15 +6,24 @@ All of it works on any device. What makes the host wait for a GPU says so.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError, ReceiveNotFinishedError
-from . import DispatchedTokens
+from . import DispatchedTokens, PaddedTokens
 from .errors import AllToAllInputError, PartOrderError
 
-__all__ = ["InOrder", "check_inputs", "experts_per_rank", "group_by_expert", "sum_choices"]
+__all__ = [
+    "ExpertPlaces",
+    "InOrder",
+    "check_inputs",
+    "experts_per_rank",
+    "group_by_expert",
+    "place_by_expert",
+    "sum_choices",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,6 +85,53 @@ def group_by_expert(local_ids: Tensor, num_local_experts: int) -> tuple[Tensor, 
     return order, counts
 
 
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """Where R rows of K choices each go among E experts of R places each; see `place_by_expert`.
+
+    `rows` int64 [E, R]: the row in each place, 0 in places that are not taken; `counts` int64 [E]: the places taken,
+    which come first; `answers` int64 [R, K]: the place, counted over all experts (e * R + m), that answers a choice, 0
+    where the choice is -1.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    answers: Tensor
+
+    def padded(self, hidden: Tensor) -> PaddedTokens:
+        """`hidden` [R, H], each row in its places."""
+        experts, places = self.rows.shape
+        rows = hidden.index_select(0, self.rows.flatten())
+        return PaddedTokens(rows.view(experts, places, hidden.shape[1]), self.counts)
+
+    def answered(self, outputs: Tensor) -> Tensor:
+        """`outputs` [E, R, H] -> one row for each choice, [R * K, H]; anything for a choice of -1."""
+        return outputs.reshape(-1, outputs.shape[-1]).index_select(0, self.answers.flatten())
+
+
+def place_by_expert(local_ids: Tensor, num_local_experts: int) -> ExpertPlaces:
+    """Give every expert its rows, in order, without the host learning how many: shapes follow from those of the input.
+
+    `local_ids` [R, K]: each a local expert, or -1 for none. A row that names an expert twice has one place there, which
+    answers both choices; so R places suffice for any routing.
+    """
+    rows, device = local_ids.shape[0], local_ids.device
+    row = torch.arange(rows, device=device)
+    experts = torch.arange(num_local_experts, device=device).view(-1, 1, 1)
+    chosen = (local_ids == experts).any(dim=2)  # [E, R]
+    place = chosen.cumsum(1) - 1
+    # Rows that do not go to an expert are written to a spare place behind its last.
+    placed = torch.zeros(num_local_experts, rows + 1, dtype=torch.int64, device=device)
+    placed.scatter_(1, torch.where(chosen, place, rows), row.expand(num_local_experts, rows))
+    local = local_ids.clamp(min=0)
+    answers = torch.where(local_ids < 0, 0, local * rows + place[local, row.unsqueeze(1)])
+    return ExpertPlaces(placed[:, :rows], chosen.sum(1), answers)
+
+
+# Above this many elements (64 MiB in float32) the terms of all choices are not held in memory at once.
+_MAX_TERMS = 1 << 24
+
+
 def sum_choices(rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     """[T, H]: for each token the float32 sum over k, in order, of `weights[t, k] * rows[slots[t, k]]`, in rows' dtype.
 
@@ -87,11 +143,20 @@ def sum_choices(rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     # A multiplication and an addition per choice, each correctly rounded, so that a token's bits do not depend on where
     # it lies in the tensor. addcmul may fuse the two in some vector lanes and not in others; a matrix product or
     # sum() may take the choices in another order; index_add_ adds in the order of arrival.
-    for k in range(slots.shape[1]):
-        slot = slots[:, k]
-        term = rows.index_select(0, slot.clamp(min=0)).to(torch.float32) * weights[:, k : k + 1]
-        total += term.masked_fill_(slot.unsqueeze(1) < 0, 0.0)
+    if total.numel() * slots.shape[1] <= _MAX_TERMS:
+        # The same numbers in fewer launches.
+        for term in _terms(rows, slots, weights).unbind(1):
+            total += term
+    else:
+        for k in range(slots.shape[1]):
+            total += _terms(rows, slots[:, k : k + 1], weights[:, k : k + 1]).squeeze(1)
     return total.to(rows.dtype)
+
+
+def _terms(rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    """float32 [T, K, H]: the products that `sum_choices` adds, 0 where there is nothing to add."""
+    chosen = rows.index_select(0, slots.clamp(min=0).flatten()).view(*slots.shape, rows.shape[1])
+    return (chosen.to(torch.float32) * weights.unsqueeze(2)).masked_fill_(slots.unsqueeze(2) < 0, 0.0)
 
 
 _SENT, _RECEIVED, _COMBINE_SENT, _COMBINED = range(4)
@@ -105,7 +170,7 @@ class InOrder(ABC):
 
     def __init__(self) -> None:
         self._stage = _SENT
-        self._tokens: DispatchedTokens | None = None
+        self._tokens: DispatchedTokens | PaddedTokens | None = None
         self._result: Tensor | None = None
 
     def finish_dispatch(self) -> None:
@@ -114,7 +179,7 @@ class InOrder(ABC):
         self._receive_dispatch()
         self._stage = _RECEIVED
 
-    def tokens(self) -> DispatchedTokens:
+    def tokens(self) -> DispatchedTokens | PaddedTokens:
         if self._stage == _SENT:
             raise ReceiveNotFinishedError(
                 "tokens() was read before finish_dispatch(); run the receive hook of this dispatch first"
@@ -160,7 +225,7 @@ class InOrder(ABC):
         """Wait until the rows for this rank's experts are here."""
 
     @abstractmethod
-    def _read_tokens(self) -> DispatchedTokens:
+    def _read_tokens(self) -> DispatchedTokens | PaddedTokens:
         """Group what was received; called once."""
 
     @abstractmethod

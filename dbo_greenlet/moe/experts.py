@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dbo_greenlet.all2all import DispatchedTokens, PaddedTokens
 from dbo_greenlet.moe.config import DeepseekV2Config
-
-if TYPE_CHECKING:
-    from dbo_greenlet.all2all import DispatchedTokens
 
 __all__ = ["GatedMLP", "LocalExperts"]
 
@@ -46,11 +42,17 @@ class LocalExperts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(count, hidden, inner), requires_grad=False)
 
-    def forward(self, received: DispatchedTokens) -> Tensor:
-        """Rows sorted by local expert [R, hidden_size] -> each row through its expert, same order and shape.
+    def forward(self, received: DispatchedTokens | PaddedTokens) -> Tensor:
+        """Each row through its expert, in the order and shape of `received.hidden`."""
+        if isinstance(received, PaddedTokens):
+            return self._padded(received.hidden)
+        return self._exact(received)
 
-        One pair of products per expert that received rows. Padding all experts to the fullest one and using a batched
-        product was rejected: with 64 experts and few tokens most of that would be padding.
+    def _exact(self, received: DispatchedTokens) -> Tensor:
+        """One pair of products per expert that received rows.
+
+        Padding all experts to the fullest one and using a batched product was rejected: with 64 experts and few tokens
+        most of that would be padding.
         """
         hidden = received.hidden
         out = torch.empty_like(hidden)
@@ -63,3 +65,12 @@ class LocalExperts(nn.Module):
                 torch.mm(inner, down_proj[expert].t(), out=out[begin:end])
                 begin = end
         return out
+
+    def _padded(self, hidden: Tensor) -> Tensor:
+        """[E, M, hidden_size]: one pair of batched products over all places, taken or not.
+
+        The host reads no count, so it neither waits nor has a shape follow from the data. Rows do not mix in a product,
+        so what is in the places that are not taken, NaN included, stays there.
+        """
+        inner = _gated(torch.bmm(hidden, self.gate_up_proj.transpose(1, 2)))
+        return torch.bmm(inner, self.down_proj.transpose(1, 2))

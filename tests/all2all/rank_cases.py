@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dbo_greenlet.all2all import AllToAll, Dispatch
+from dbo_greenlet.all2all import AllToAll, Dispatch, PaddedTokens
 from dbo_greenlet.all2all.torch_distributed import TorchDistributed
+from dbo_greenlet.errors import BrokenGroupError
 from tests.ranks.rank_pool import group, store_for_tests
+
+Capacity = int | tuple[int, str] | None
+"""A capacity, with "static" where the experts are to get rows in a static shape; None for exact messages."""
+
+
+def transport(name: str, num_experts: int, capacity: Capacity) -> TorchDistributed:
+    if isinstance(capacity, tuple):
+        return TorchDistributed(group(name), num_experts, capacity[0], static_shapes=True)
+    return TorchDistributed(group(name), num_experts, capacity)
 
 
 def expert(number: int, rows: Tensor) -> Tensor:
@@ -34,9 +44,19 @@ def dense_reference(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> T
 def run_experts(all_to_all: AllToAll, sent: Dispatch) -> Tensor:
     """The outputs of this rank's experts for the rows it received."""
     tokens = sent.tokens()
+    if isinstance(tokens, PaddedTokens):
+        return padded_experts(all_to_all, tokens)
     blocks = tokens.hidden.split(tokens.counts.tolist())
     first = all_to_all.rank * all_to_all.num_local_experts
     return torch.cat([expert(first + local, rows) for local, rows in enumerate(blocks)])
+
+
+def padded_experts(all_to_all: AllToAll, tokens: PaddedTokens) -> Tensor:
+    """The same for a static shape; what is in places that are not taken is lost."""
+    first = all_to_all.rank * all_to_all.num_local_experts
+    taken = torch.arange(tokens.hidden.shape[1], device=tokens.hidden.device) < tokens.counts.unsqueeze(1)
+    rows = tokens.hidden.masked_fill(~taken.unsqueeze(2), float("nan"))
+    return torch.stack([expert(first + local, of_expert) for local, of_expert in enumerate(rows)])
 
 
 def layer(all_to_all: AllToAll, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -61,12 +81,13 @@ def generator_of(rank: int, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 * seed + rank)
 
 
-def all_token_counts(name: str, padded: bool, largest: int, choices: list[int]) -> int:
+def all_token_counts(name: str, mode: str, largest: int, choices: list[int]) -> int:
     """All token counts up to `largest` on all ranks; returns how many layers were compared, bit by bit."""
     ranks = group(name)
     compared = 0
     for local_experts in (1, 3):
-        all_to_all = TorchDistributed(ranks, local_experts * ranks.world_size, largest if padded else None)
+        capacity: Capacity = {"exact": None, "capacity": largest, "static": (largest, "static")}[mode]
+        all_to_all = transport(name, local_experts * ranks.world_size, capacity)
         for counts in itertools.product(range(largest + 1), repeat=ranks.world_size):
             for k in choices:
                 inputs = random_inputs(
@@ -79,11 +100,11 @@ def all_token_counts(name: str, padded: bool, largest: int, choices: list[int]) 
     return compared
 
 
-def patterns(name: str, capacity: int | None) -> list[str]:
+def patterns(name: str, capacity: Capacity) -> list[str]:
     """Routings that are all alike; returns those that came out wrong."""
     ranks = group(name)
     world, local = ranks.world_size, 2
-    all_to_all = TorchDistributed(ranks, world * local, capacity)
+    all_to_all = transport(name, world * local, capacity)
     wrong = []
     for label, row in {
         "all to rank 0": [0, 1],
@@ -103,9 +124,9 @@ def patterns(name: str, capacity: int | None) -> list[str]:
     return wrong
 
 
-def dtypes(name: str, capacity: int | None) -> list[str]:
+def dtypes(name: str, capacity: Capacity) -> list[str]:
     """Dtypes and odd widths; returns those that came out wrong."""
-    all_to_all = TorchDistributed(group(name), 4, capacity)
+    all_to_all = transport(name, 4, capacity)
     wrong = []
     for dtype, width in itertools.product((torch.float32, torch.bfloat16, torch.float16), (1, 7, 64)):
         inputs = random_inputs(generator_of(all_to_all.rank, width), 5, 3, 4, width, dtype)
@@ -115,9 +136,9 @@ def dtypes(name: str, capacity: int | None) -> list[str]:
     return wrong
 
 
-def received_order(name: str, capacity: int | None) -> tuple[list[list[float]], list[int]]:
+def received_order(name: str, capacity: Capacity) -> tuple[list[list[float]], list[int]]:
     """Rows that say where they come from: [rank, token], and the counts. Every token chooses experts 1, 0, 1."""
-    all_to_all = TorchDistributed(group(name), 4, capacity)
+    all_to_all = transport(name, 4, capacity)
     hidden = torch.tensor([[float(all_to_all.rank), float(token)] for token in range(2)])
     sent = all_to_all.dispatch_send(hidden, torch.tensor([[1, 0, 1]] * 2), torch.ones(2, 3))
     hidden.fill_(-7.0)  # the caller's tensors are free again
@@ -129,9 +150,50 @@ def received_order(name: str, capacity: int | None) -> tuple[list[list[float]], 
     return result
 
 
-def company_does_not_matter(name: str, capacity: int | None) -> bool:
+def expected_tokens(name: str) -> list[Any]:
+    """Bytes sent and rows of an expert, with what is expected and without; what more tokens than that raise."""
+    all_to_all = transport(name, 4, (9, "static"))
+    inputs = random_inputs(generator_of(all_to_all.rank, 4), 3, 2, 4)
+    told: list[Any] = []
+    for most in (3, 50, None):
+        all_to_all.expect_tokens(most)
+        sent = all_to_all.dispatch_send(*inputs)
+        sent.finish_dispatch()
+        rows = sent.tokens().hidden.shape[1]
+        sent.combine_send(run_experts(all_to_all, sent))
+        sent.finish_combine()
+        told.append((sent.bytes_sent, rows, torch.equal(sent.combined(), dense_reference(*inputs))))
+    all_to_all.expect_tokens(2)
+    try:
+        all_to_all.dispatch_send(*inputs)
+    except Exception as error:
+        told.append(error)
+    return told
+
+
+def replay_after_a_reset(name: str) -> list[str]:
+    """What a replay is told before and after the group was reset."""
+    all_to_all, told = transport(name, 4, (4, "static")), []
+    all_to_all.begin_capture()
+    token = all_to_all.replay_token()
+    for _ in range(2):
+        try:
+            all_to_all.replaying(token)
+            told.append("replayed")
+        except BrokenGroupError as error:
+            told.append(str(error))
+        group(name).reset()
+    return told
+
+
+def not_capturable(name: str) -> dict[str, str | None]:
+    modes: dict[str, Capacity] = {"exact": None, "capacity": 4, "static": (4, "static")}
+    return {mode: transport(name, 4, capacity).not_capturable for mode, capacity in modes.items()}
+
+
+def company_does_not_matter(name: str, capacity: Capacity) -> bool:
     """A token alone in its microbatch, and among others, has the same bits."""
-    all_to_all = TorchDistributed(group(name), 6, capacity)
+    all_to_all = transport(name, 6, capacity)
     hidden, topk_ids, weights = random_inputs(generator_of(all_to_all.rank, 3), 9, 4, 6, 33, torch.bfloat16)
     together = layer(all_to_all, hidden, topk_ids, weights)
     alone = [
@@ -152,9 +214,9 @@ def parts_of(all_to_all: AllToAll, inputs: tuple[Tensor, Tensor, Tensor]) -> Ite
     yield sent.combined()
 
 
-def two_in_flight(name: str, capacity: int | None) -> list[tuple[int, ...]]:
+def two_in_flight(name: str, capacity: Capacity) -> list[tuple[int, ...]]:
     """Two microbatches, their parts in each of the 70 possible orders; returns the orders that came out wrong."""
-    all_to_all = TorchDistributed(group(name), 4, capacity)
+    all_to_all = transport(name, 4, capacity)
     inputs = [random_inputs(generator_of(all_to_all.rank, 50 + i), 3 + 2 * i, 2, 4) for i in range(2)]
     expected = [dense_reference(*of_one) for of_one in inputs]
     wrong = []
@@ -214,10 +276,10 @@ def capacity_per_step(name: str) -> list[Any]:
     return told
 
 
-def on_gpus(name: str, capacity: int | None) -> list[str]:
+def on_gpus(name: str, capacity: Capacity) -> list[str]:
     """Two microbatches in flight, sent on one stream and received on another; returns what came out wrong."""
     ranks = group(name)
-    all_to_all = TorchDistributed(ranks, 6, capacity)
+    all_to_all = transport(name, 6, capacity)
     other_stream = torch.cuda.Stream(ranks.device)
     wrong = []
     with torch.cuda.device(ranks.device):
@@ -261,9 +323,9 @@ def wait_on_gpu(name: str) -> list[Any]:
     return told
 
 
-def bytes_sent(name: str, capacity: int | None) -> tuple[int, int]:
+def bytes_sent(name: str, capacity: Capacity) -> tuple[int, int]:
     """After the dispatch and after the combine: 3 tokens of 8 float32, each for one expert of each of two ranks."""
-    all_to_all = TorchDistributed(group(name), 2, capacity)
+    all_to_all = transport(name, 2, capacity)
     sent = all_to_all.dispatch_send(torch.ones(3, 8), torch.tensor([[0, 1]] * 3), torch.ones(3, 2))
     after_dispatch = sent.bytes_sent
     sent.finish_dispatch()
@@ -272,12 +334,12 @@ def bytes_sent(name: str, capacity: int | None) -> tuple[int, int]:
     return after_dispatch, sent.bytes_sent
 
 
-def scheduled(name: str, capacity: int | None, layers: int) -> bool:
+def scheduled(name: str, capacity: Capacity, layers: int) -> bool:
     """Two microbatches under the scheduler, their receives run by hooks, against one after the other."""
     from dbo_greenlet.scheduler import Scheduler
     from dbo_greenlet.yields import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 
-    all_to_all = TorchDistributed(group(name), 4, capacity)
+    all_to_all = transport(name, 4, capacity)
     inputs = [random_inputs(generator_of(all_to_all.rank, 90 + i), 4 - i, 2, 4) for i in range(2)]
 
     def microbatch(hidden: Tensor, topk_ids: Tensor, weights: Tensor) -> Tensor:

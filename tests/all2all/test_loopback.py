@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dbo_greenlet.all2all import AllToAllInputError, PartOrderError
+from dbo_greenlet.all2all import AllToAllInputError, PaddedTokens, PartOrderError
 from dbo_greenlet.all2all.loopback import Loopback
 from dbo_greenlet.errors import ConfigurationError, ReceiveNotFinishedError
 from tests.all2all.rank_cases import dense_reference, layer, random_inputs, run_experts
@@ -34,6 +36,41 @@ def test_any_routing_equals_the_dense_computation(routing: tuple[int, Tensor], d
     result = layer(Loopback(num_experts), hidden, topk_ids, weights)
     assert result.dtype == dtype
     assert torch.equal(result, dense_reference(hidden, topk_ids, weights))
+
+
+@given(routings(), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**31))
+def test_a_static_shape_gives_the_same_bits(routing: tuple[int, Tensor], dtype: torch.dtype, seed: int) -> None:
+    num_experts, topk_ids = routing
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(topk_ids.shape[0], 5, generator=generator).to(dtype)
+    weights = torch.randn(topk_ids.shape, generator=generator)
+    static = Loopback(num_experts, static_shapes=True)
+    assert torch.equal(layer(static, hidden, topk_ids, weights), dense_reference(hidden, topk_ids, weights))
+
+
+def test_a_static_shape_depends_on_the_number_of_tokens_only() -> None:
+    hidden = torch.tensor([[0.0], [1.0], [2.0]])
+    sent = Loopback(2, static_shapes=True).dispatch_send(hidden, torch.tensor([[1], [1], [-1]]), torch.ones(3, 1))
+    sent.finish_dispatch()
+    tokens = sent.tokens()
+    assert isinstance(tokens, PaddedTokens)
+    assert tokens.hidden.shape == (2, 3, 1)
+    assert tokens.counts.tolist() == [0, 2]
+    assert tokens.hidden[1, :2].flatten().tolist() == [0.0, 1.0]
+
+
+def test_only_a_static_shape_can_be_captured() -> None:
+    assert "static shapes" in str(Loopback(2).not_capturable)
+    assert Loopback(2, static_shapes=True).not_capturable is None
+
+
+def test_many_choices_are_added_like_few() -> None:
+    # Above a size the terms are not held in memory together; the numbers must not change.
+    generator = torch.Generator().manual_seed(2)
+    hidden, topk_ids, weights = random_inputs(generator, 6, 5, 4)
+    together = layer(Loopback(4), hidden, topk_ids, weights)
+    with patch("dbo_greenlet.all2all.routing._MAX_TERMS", 0):
+        assert torch.equal(layer(Loopback(4), hidden, topk_ids, weights), together)
 
 
 @given(routings())
