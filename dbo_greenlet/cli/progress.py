@@ -12,7 +12,13 @@ from ..job.spec import JobSpec, Pass
 
 __all__ = ["JobProgress"]
 
-TITLES = {"dbo": "split, greenlets", "thread": "split, threads", "unsplit": "unsplit", "replay": "replay"}
+TITLES = {
+    "dbo": "split, greenlets",
+    "thread": "split, threads",
+    "unsplit": "unsplit",
+    "dbo-graph": "split, graphs",
+    "unsplit-graph": "unsplit, graphs",
+}
 
 
 class JobProgress:
@@ -38,6 +44,8 @@ class JobProgress:
         """Take over what a rank said."""
         if isinstance(message, Ready):
             self._progress.advance(self._loading)
+            if message.no_graphs:
+                self._leave_graphs_out()
         elif isinstance(message, StepDone):
             run = message.record.run
             task = self._tasks[run]
@@ -47,6 +55,11 @@ class JobProgress:
                 self._progress.advance(task, message.answered)
             elif rank == 0:
                 self._progress.advance(task, message.record.split)
+
+    def _leave_graphs_out(self) -> None:
+        for run, each in self._passes.items():
+            if each.graphs:
+                self._progress.update(self._tasks[run], visible=False)
 
     def _add_pass(self, spec: JobSpec, each: Pass) -> TaskID:
         by_answers = each.split_steps is None

@@ -16,7 +16,7 @@ def replay(
     model: Annotated[
         Path | None, typer.Option(help="The checkpoint's folder, where it is not the recorded one.")
     ] = None,
-    run: Annotated[str | None, typer.Option(help="Which run: dbo, thread or unsplit.")] = None,
+    run: Annotated[str | None, typer.Option(help="Which run: dbo, thread, unsplit, dbo-graph, unsplit-graph.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
     """Run a recorded job again by its recorded decisions, and say whether each of them was met.

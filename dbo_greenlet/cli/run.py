@@ -12,7 +12,7 @@ import typer
 
 from ..errors import ConfigurationError
 from ..job.requests import PACKAGED_PROMPTS
-from ..job.spec import PACKAGED_MODEL, Settings
+from ..job.spec import PACKAGED_MODEL, Settings, default_token_budget
 
 __all__ = ["run"]
 
@@ -51,15 +51,29 @@ def run(
     ] = _DEFAULT.rule,
     policy: Annotated[str, typer.Option(help="Which microbatch goes next: round_robin.")] = _DEFAULT.policy,
     carrier: Annotated[str, typer.Option(help="What carries a microbatch: greenlet or thread.")] = _DEFAULT.carrier,
-    all2all: Annotated[str, typer.Option(help="auto, torch (gloo or NCCL) or loopback (one rank).")] = _DEFAULT.all2all,
+    all2all: Annotated[
+        str,
+        typer.Option(
+            help="auto, loopback (one rank), torch (gloo, or NCCL with exact sizes), nccl (fixed size), deepep_ll or "
+            "deepep_ht."
+        ),
+    ] = _DEFAULT.all2all,
     device: Annotated[
-        str, typer.Option(envvar="DBO_GREENLET_DEVICE", help="cpu or cuda (one GPU per rank).")
+        str, typer.Option(envvar="DBO_GREENLET_DEVICE", help="cpu or cuda; ranks share GPUs where there are fewer.")
     ] = _DEFAULT.device,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = _DEFAULT.dtype,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that a rank runs at once.")] = _DEFAULT.max_requests,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Most tokens in a step of a rank.")
-    ] = _DEFAULT.token_budget,
+        int | None,
+        typer.Option(help="Most tokens in a step of a rank.", show_default="512; 510 with deepep_ll"),
+    ] = None,
+    cudagraph_sizes: Annotated[
+        str,
+        typer.Option(
+            help="Token counts of decode steps to capture graphs for, 8,16,32; auto: powers of two up to "
+            "--max-num-seqs; none."
+        ),
+    ] = _DEFAULT.cudagraph_sizes,
     threads: Annotated[
         int, typer.Option(envvar="DBO_GREENLET_THREADS", help="Torch threads of a rank.")
     ] = _DEFAULT.threads,
@@ -69,13 +83,18 @@ def run(
     rank_timeout: Annotated[
         float, typer.Option(help="Seconds after which a silent rank counts as stalled.")
     ] = _DEFAULT.rank_timeout,
+    gpu_timeline: Annotated[
+        bool,
+        typer.Option("--gpu-timeline", help="With --trace: also when each slice ran on the GPU, in graphs too."),
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the trace (JSON Lines) to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
     """Answer prompts with expert-parallel ranks: every step split where the vote says so, then the same unsplit.
 
     Prints accuracy, whether the tokens are equal, which steps were split and why (not), yields, schedule hashes, host
-    time per yield for greenlets and for threads, and the timetable of one step.
+    time per yield for greenlets and for threads, and the timetable of one step. On a GPU, with an all-to-all that can
+    be captured (nccl, deepep_ll), both runs are repeated with decode steps as CUDA graphs, and compared.
 
     Example: dbo-greenlet run --limit 60 --trace trace.jsonl
     """
@@ -93,11 +112,15 @@ def run(
         dtype=dtype,
         max_new_tokens=max_new_tokens,
         max_requests=max_num_seqs,
-        token_budget=max_num_batched_tokens,
+        token_budget=default_token_budget(all2all) if max_num_batched_tokens is None else max_num_batched_tokens,
         threads=threads,
         rank_timeout=rank_timeout,
+        cudagraph_sizes=cudagraph_sizes,
+        gpu_timeline=gpu_timeline,
     )
     settings.check()
+    if gpu_timeline and trace is None:
+        raise ConfigurationError("--gpu-timeline writes into the trace, and there is none; name it with --trace")
     _check_trace(trace, prompts)
 
     from ..job.launch import run_job

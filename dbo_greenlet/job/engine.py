@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..batching import StepInput, idle_step
-from .spec import CLOSE_CALL
 
 __all__ = ["NOT_SAMPLED", "Batch", "Engine", "RequestState", "Sample", "pick"]
 
@@ -33,7 +32,7 @@ class RequestState:
         number, arrival: as in the prompt file.
         prompt: its token ids.
         generated: the tokens sampled so far, the end token included.
-        close_calls: index in `generated` -> gap of the two best logits, where that is below `CLOSE_CALL`.
+        close_calls: index in `generated` -> gap of the two best logits, where that was close (`Engine`).
         row: its KV cache row, -1 while it waits.
         computed: tokens of it that are in the KV cache.
     """
@@ -94,6 +93,7 @@ class Engine:
             (`Settings.check` refuses less).
         max_new_tokens: most tokens to generate for a request.
         eos_ids: ids that end an answer.
+        close_call: gap of the two best logits below which rounding may decide between them.
         device: of the step's tensors.
     """
 
@@ -106,6 +106,7 @@ class Engine:
         token_budget: int,
         max_new_tokens: int,
         eos_ids: Sequence[int],
+        close_call: float,
         device: torch.device | str = "cpu",
     ) -> None:
         self._waiting = deque(sorted(sequences, key=lambda sequence: sequence.arrival))
@@ -115,6 +116,7 @@ class Engine:
         self._token_budget = token_budget
         self._max_new_tokens = max_new_tokens
         self._eos_ids = frozenset(eos_ids)
+        self._close_call = close_call
         self._device = device
 
     def next_batch(self, step: int) -> Batch:
@@ -144,7 +146,7 @@ class Engine:
         answered = []
         for part, sample in zip(batch.sampling, tokens, strict=True):
             sequence = batch.parts[part][0]
-            if sample.gap < CLOSE_CALL:
+            if sample.gap < self._close_call:
                 sequence.close_calls[len(sequence.generated)] = sample.gap
             sequence.generated.append(sample.token)
             if (

@@ -9,13 +9,14 @@ scheduler at one end and a thin layer over the all-to-all at the other.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..all2all import AllToAll, Dispatch, DispatchedTokens
+    from ..all2all import AllToAll, Dispatch, DispatchedTokens, PaddedTokens
     from ..step import Microbatch, Step
 
 __all__ = ["HandOffClock"]
@@ -37,6 +38,35 @@ class HandOffClock:
         self.running = False
         self._left = 0
         self._times: list[int] = []
+
+    @property
+    def not_capturable(self) -> str | None:
+        """See `AllToAll.not_capturable`. The clock is none: in a captured step it is called while it is captured."""
+        return self.inner.not_capturable
+
+    def begin_capture(self) -> None:
+        """See `AllToAll.begin_capture`."""
+        self.inner.begin_capture()
+
+    def replay_token(self) -> Any:
+        """See `AllToAll.replay_token`."""
+        return self.inner.replay_token()
+
+    def replaying(self, token: Any) -> None:
+        """See `AllToAll.replaying`."""
+        self.inner.replaying(token)
+
+    def expect_tokens(self, most: int | None) -> None:
+        """See `AllToAll.expect_tokens`."""
+        self.inner.expect_tokens(most)
+
+    def reserve_sms(self) -> AbstractContextManager[None]:
+        """See `AllToAll.reserve_sms`."""
+        return self.inner.reserve_sms()
+
+    def close(self) -> None:
+        """See `AllToAll.close`."""
+        self.inner.close()
 
     def dispatch_send(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatch:
         """See `AllToAll.dispatch_send`."""
@@ -85,7 +115,7 @@ class _ClockedDispatch:
     def bytes_sent(self) -> int:
         return self._inner.bytes_sent
 
-    def tokens(self) -> DispatchedTokens:
+    def tokens(self) -> DispatchedTokens | PaddedTokens:
         self._clock.went_on()
         return self._inner.tokens()
 

@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from .. import errors
 from ..errors import ConfigurationError, DboError, RankFailedError
 from ..trace.schema import EndRecord, StepRecord, to_json
-from .messages import Failed, Finished, Lines, Message, PassDone, Serving, StepDone
+from .messages import Failed, Finished, GraphsCaptured, Lines, Message, PassDone, Ready, Serving, StepDone
 from .process import rank_main
 from .spec import JobSpec
 from .trace_file import TraceFile
@@ -51,6 +51,8 @@ class JobResult:
     Attributes:
         spec: the job.
         steps: all steps of all ranks, run by run, by step, then by rank.
+        ready: rank -> what it computes on, and whether it can have graphs.
+        graphs: (run, rank) -> the graphs of the pass; nothing where it had none.
         passes: (run, rank) -> the end of the pass.
         handoffs: (run, step, rank) -> nanoseconds of each hand-off measured there.
         lines: (run, step) -> trace lines of rank 0 of the first split step of each reason, for a timetable.
@@ -60,6 +62,8 @@ class JobResult:
 
     spec: JobSpec
     steps: list[StepRecord] = field(default_factory=list)
+    ready: dict[int, Ready] = field(default_factory=dict)
+    graphs: dict[tuple[str, int], GraphsCaptured] = field(default_factory=dict)
     passes: dict[tuple[str, int], PassDone] = field(default_factory=dict)
     handoffs: dict[tuple[str, int, int], tuple[int, ...]] = field(default_factory=dict)
     lines: dict[tuple[str, int], bytes] = field(default_factory=dict)
@@ -70,6 +74,10 @@ class JobResult:
         """Take over what a rank said."""
         if isinstance(message, PassDone):
             self.passes[message.run, rank] = message
+        elif isinstance(message, Ready):
+            self.ready[rank] = message
+        elif isinstance(message, GraphsCaptured):
+            self.graphs[message.run, rank] = message
         if not isinstance(message, StepDone):
             return
         record = message.record
@@ -268,7 +276,10 @@ class _Job:
             # All that survives is what this rank heard; its text names the other rank already.
             heard = failure.text.partition(" failed: ")[2] or failure.text
             return RankFailedError(failure.blamed, failure.microbatch, heard)
-        where = f" in step {failure.step} of run {failure.run!r}" if failure.step >= 0 else " while it started"
+        where = " while it started"
+        if failure.run:
+            place = "before the first step" if failure.step < 0 else f"in step {failure.step}"
+            where = f" {place} of run {failure.run!r}"
         return RankFailedError(rank, failure.microbatch, failure.text + where)
 
     def stop(self) -> None:
@@ -328,7 +339,7 @@ def _cause_of_death(each: _Process) -> str:
     return f"{cause} (its last output: {last[:200]})" if last else cause
 
 
-def _context() -> BaseContext:
+def _context() -> ForkServerContext | SpawnContext:
     """How ranks are started.
 
     Through a fork server where that is safe: torch is imported once and not once a rank, which is most of what a short

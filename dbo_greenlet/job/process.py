@@ -39,6 +39,7 @@ def rank_main(spec: JobSpec, rank: int, connection: Connection, output: str) -> 
         group = _meet(spec, rank, connection)
         worker = Rank(spec, rank, group, connection.send)
         worker.run()
+        worker.close()
         if group is not None:
             group.close()
         connection.send(Finished(worker.last_words(None)))
@@ -55,16 +56,16 @@ def rank_main(spec: JobSpec, rank: int, connection: Connection, output: str) -> 
 
 def _meet(spec: JobSpec, rank: int, connection: Connection) -> RankGroup | None:
     """Connect to the other ranks. Rank 0 serves the store on a free port and the parent passes the port on."""
-    from .worker import open_device
+    from .resources import connect_sharing_ranks, open_device
 
     settings = spec.settings
     # First: a process group on a device that is not there fails too, with words that nobody understands.
-    open_device(settings.device, rank)
-    if settings.ranks == 1 and settings.all2all != "torch":
+    device = open_device(settings.device, rank)[1]
+    connect_sharing_ranks(settings, rank)
+    if settings.ranks == 1 and settings.all2all not in ("torch", "nccl"):
         return None
     from ..ranks import RankGroup, serve_store
 
-    device = "cpu" if settings.device == "cpu" else f"cuda:{rank}"
     if rank == 0:
         store = serve_store()
         connection.send(Serving(store.port))

@@ -1,8 +1,9 @@
 """The same job again, from its first step, by the decisions of its trace; and whether they were met.
 
 Prompts, arrivals and settings come from the trace. The ranks vote as they did, and every split step is run by its
-recorded schedule, site for site. What was sampled then is taken over, so that a step whose output differs (another
-processor, another torch) does not change the steps after it: each step is judged by itself.
+recorded schedule, site for site. A step that was replayed from its graph has no slices: it is replayed again, from a
+graph that is captured here, and compared by its output. What was sampled then is taken over, so that a step whose
+output differs (another processor, another torch) does not change the steps after it: each step is judged by itself.
 
 Checksums of outputs are compared bit for bit, which is fair only on an equal torch, processor and number of threads;
 elsewhere they are "not comparable".
@@ -24,7 +25,7 @@ from ..trace.schema import HeaderRecord, StepRecord
 from .launch import JobResult, run_job
 from .messages import Lines, Message
 from .requests import Request
-from .spec import PACKAGED_MODEL, RUN_OF_CARRIER, JobSpec, Pass, RecordedStep, Settings
+from .spec import GRAPH_RUNS, PACKAGED_MODEL, RUN_OF_CARRIER, JobSpec, Pass, RecordedStep, Settings
 
 __all__ = ["ReplayPlan", "ReplayReport", "plan_replay", "replay"]
 
@@ -109,7 +110,7 @@ def plan_replay(path: str | Path, *, model: str | Path | None = None, run: str |
     Args:
         path: the trace; it may be of a run that was interrupted.
         model: checkpoint folder; default: where the trace found it, or the packaged one if that is gone.
-        run: "dbo", "thread" or "unsplit"; default: the run with the recorded carrier.
+        run: "dbo", "thread", "unsplit", "dbo-graph" or "unsplit-graph"; default: the run with the recorded carrier.
 
     Raises:
         TraceFileError: not a trace of `dbo-greenlet run`, without the steps that are asked for, or with a prompt, an
@@ -117,7 +118,8 @@ def plan_replay(path: str | Path, *, model: str | Path | None = None, run: str |
         ScheduleDecodeError: a schedule in it is mistyped.
     """
     trace = read_trace(path)
-    settings = _settings(trace)
+    # A replay writes no trace, so it has no use for a timeline.
+    settings = dataclasses.replace(_settings(trace), gpu_timeline=False)
     requests = _requests(trace)
     run = RUN_OF_CARRIER[settings.carrier] if run is None else run
     ranks = range(settings.ranks)
@@ -129,7 +131,10 @@ def plan_replay(path: str | Path, *, model: str | Path | None = None, run: str |
         held = f"it holds run{'s' if len(trace.runs) > 1 else ''} {names}" if names else "it holds none"
         raise TraceFileError(f"{path} has no step of run {run} that all {len(ranks)} ranks recorded; {held}")
     carrier = next((c for c, name in RUN_OF_CARRIER.items() if name == run), settings.carrier)
-    only = Pass(run, "never" if run == "unsplit" else "auto", carrier, last_step=whole[-1])
+    if run in GRAPH_RUNS and (why := settings.no_graphs):
+        raise TraceFileError(f"{path}: run {run} has graphs, and its settings rule them out: {why}")
+    mode = "never" if run in ("unsplit", "unsplit-graph") else "auto"
+    only = Pass(run, mode, carrier, last_step=whole[-1], graphs=run in GRAPH_RUNS)
     spec = JobSpec(
         settings,
         _model_folder(trace, model),
@@ -188,6 +193,8 @@ def _compare(then: StepRecord, now: StepRecord, report: ReplayReport) -> None:
         report.decisions.append(f"{where}: recorded schedule {then.schedule}, now {now.schedule}")
     elif then.hash != now.hash:
         report.decisions.append(f"{where}: recorded schedule hash {then.hash}, now {now.hash}")
+    if then.execution and then.execution != now.execution:
+        report.decisions.append(f"{where}: recorded as {then.execution}, now {now.execution or 'eager'}")
     if then.output != now.output:
         report.outputs.append(f"{where}: recorded {then.output}, now {now.output}")
     if then.sampled != now.sampled:
@@ -202,6 +209,7 @@ def _why_not_comparable(then: HeaderRecord, message: Lines) -> str:
     now = json.loads(message.lines.split(b"\n", 1)[0])
     differences = []
     for name, old, new in (
+        ("dbo_greenlet", then.package, now["package"]),
         ("torch", then.torch, now["torch"]),
         ("processor", then.settings.get("processor"), now["settings"].get("processor")),
         ("threads", then.threads, now["threads"]),
@@ -291,7 +299,7 @@ def _record(step: StepTrace) -> StepRecord:
 
 def _recorded_step(step: StepTrace) -> RecordedStep:
     record = _record(step)
-    if not record.schedule:
+    if not record.schedule or record.execution == "replayed":
         return RecordedStep(None, record.sampled)
     schedule = Schedule.decode(record.schedule)
     sites = step.sites if len(step.sites) == len(schedule) else ()

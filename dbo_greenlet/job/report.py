@@ -13,16 +13,13 @@ from typing import Any
 from ..trace.reader import StepTrace
 from ..trace.schema import RecvRecord, SliceRecord, StepRecord, from_json
 from ..trace.step_text import render_step
+from .graph_report import ROWS, gpu_lines, graph_findings, graph_lines, make_graph_report, runs_of, why_no_graphs
 from .launch import JobResult
 from .requests import Request
-from .spec import CLOSE_CALL, RUN_OF_CARRIER
+from .spec import CLOSE_CALLS, RUN_OF_CARRIER
 
 __all__ = ["is_right", "make_report", "render_report"]
 
-GRAPH_NEEDS = (
-    "needs a CUDA device and an all-to-all that reads no counts on the host while a step is captured "
-    "(DeepEP low latency)"
-)
 HANDOFF_MEANS = (
     "median over the same steps with either carrier, from the last call before a yield to the first call after it in "
     "the microbatch that goes on; threads are stock threads (not pinned to a core)"
@@ -58,15 +55,16 @@ def make_report(result: JobResult) -> dict[str, Any]:
     return {
         "table": [
             {"run": "eager, no DBO", **_score(requests, plain_texts)},
-            {"run": "graph, no DBO", "exact_match": None, "stderr": None, "needs": GRAPH_NEEDS},
+            _graph_row(result, "unsplit-graph"),
             {"run": "eager, DBO", **_score(requests, split_texts)},
-            {"run": "graph, DBO", "exact_match": None, "stderr": None, "needs": GRAPH_NEEDS},
+            _graph_row(result, "dbo-graph"),
         ],
         "tokens": {
             "equal": not differing,
             "generated": sum(len(tokens) for tokens in split_tokens.values()),
             "differing": differing,
             "unexplained": sum(not each["close_call"] for each in differing),
+            "close_below": CLOSE_CALLS[settings.dtype],
         },
         "steps": {
             "total": len(steps),
@@ -87,10 +85,11 @@ def make_report(result: JobResult) -> dict[str, Any]:
             "distinct": sorted({record.hash for record in split}),
             "apart": apart,
         },
-        "hand_off_us": _handoffs(result),
+        "hand_off_us": {**_handoffs(result), "timeline": settings.gpu_timeline},
+        **make_graph_report(result),
         "timetable": _timetable(result, main),
         "seconds": {
-            run: max(d.seconds for (name, _), d in result.passes.items() if name == run) for run in _runs(result)
+            run: max(d.seconds for (name, _), d in result.passes.items() if name == run) for run in runs_of(result)
         },
         "settings": settings.as_json(),
         "trace_problem": result.trace_problem,
@@ -115,13 +114,10 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     if not report["schedule_hash"]["agreed"]:
         apart = ", ".join(map(str, report["schedule_hash"]["apart"]))
         found.append(f"The schedules of the ranks or carriers differ in steps {apart}.")
+    found += graph_findings(report)
     if report["trace_problem"]:
         found.append(report["trace_problem"])
     return found
-
-
-def _runs(result: JobResult) -> list[str]:
-    return list(dict.fromkeys(run for run, _ in result.passes))
 
 
 def _answers(result: JobResult, run: str) -> tuple[dict[int, str], dict[int, list[int]], dict[int, dict[int, float]]]:
@@ -143,6 +139,16 @@ def _score(requests: Sequence[Request], texts: Mapping[int, str]) -> dict[str, A
         return {"exact_match": None, "stderr": None, "n": 0, "needs": 'needs an "answer" in the prompt file'}
     share = sum(right) / len(right)
     return {"exact_match": share, "stderr": math.sqrt(share * (1 - share) / len(right)), "n": len(right)}
+
+
+def _graph_row(result: JobResult, run: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"run": ROWS[run]}
+    why = why_no_graphs(result)
+    if why is None and not any(r.run == run and r.execution == "replayed" for r in result.steps):
+        why = "no step was replayed from a graph"
+    if why is not None:
+        return {**row, "exact_match": None, "stderr": None, "needs": why}
+    return {**row, **_score(result.spec.requests, _answers(result, run)[0])}
 
 
 def _differences(
@@ -177,7 +183,7 @@ def _hashes_apart(steps: Sequence[StepRecord]) -> list[int]:
     """Numbers of the steps whose schedule hash was not one and the same on all ranks and with either carrier."""
     seen: dict[int, set[str]] = {}
     for record in steps:
-        if record.run in RUN_OF_CARRIER.values():
+        if record.run in (*RUN_OF_CARRIER.values(), "dbo-graph"):
             seen.setdefault(record.step, set()).add(record.hash)
     return sorted(step for step, hashes in seen.items() if len(hashes) > 1)
 
@@ -190,8 +196,8 @@ def _handoffs(result: JobResult) -> dict[str, Any]:
     shared = set.intersection(*(set(of_run) for of_run in places.values()))
     out: dict[str, Any] = {"what": HANDOFF_MEANS, "steps": len({step for step, _ in shared})}
     for carrier, run in RUN_OF_CARRIER.items():
-        times = [time / 1000 for place in shared for time in places[run][place]]
-        out[carrier] = _distribution(times) if times else None
+        microseconds = [time / 1000 for place in shared for time in places[run][place]]
+        out[carrier] = _distribution(microseconds) if microseconds else None
     return out
 
 
@@ -238,14 +244,14 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             cells.append((row["run"], row["needs"], ""))
         else:
             cells.append((row["run"], f"{row['exact_match']:.4f}", f"{row['stderr']:.4f}"))
-    short = [row for row in cells if len(row[1]) <= 12]
-    widths = [max(len(row[column]) for row in short or cells) for column in range(3)]
+    short = [line for line in cells if len(line[1]) <= 12]
+    widths = [max(len(line[column]) for line in short or cells) for column in range(3)]
     lines = []
-    for number, row in enumerate(cells):
-        if row[2] or number == 0:
-            lines.append("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+    for number, line in enumerate(cells):
+        if line[2] or number == 0:
+            lines.append("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
         else:
-            lines.append(f"| {row[0].ljust(widths[0])} | {row[1]} |  |")
+            lines.append(f"| {line[0].ljust(widths[0])} | {line[1]} |  |")
         if number == 0:
             lines.append("|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
@@ -269,18 +275,20 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
         else:
             lines.append(f"Schedule hash: NOT equal on all ranks in steps {', '.join(map(str, hashes['apart']))}.")
     lines += _handoff_lines(report["hand_off_us"])
-    return lines
+    return [*gpu_lines(report), *lines, *graph_lines(report)]
 
 
 def _tokens_verdict(tokens: Mapping[str, Any]) -> str:
     if tokens["equal"]:
         return "equal to unsplit in every request."
     if not tokens["unexplained"]:
-        return f"equal to unsplit but for close calls (best logits within {CLOSE_CALL:g}):"
+        return f"equal to unsplit but for close calls (best logits within {tokens['close_below']:g}):"
     return "NOT equal to unsplit:"
 
 
 def _handoff_lines(handoffs: Mapping[str, Any]) -> list[str]:
+    if handoffs["timeline"]:
+        return ["Host time per yield: not measured, since the GPU timeline takes host time at every yield."]
     if not handoffs["greenlet"] or not handoffs["thread"]:
         return ["Host time per yield: no step was split, so none was measured."]
     shown = ", ".join(

@@ -7,8 +7,8 @@ arrival.
 
 from __future__ import annotations
 
+import gc
 import hashlib
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,23 +18,23 @@ import torch
 from torch import Tensor
 
 from ..batching import VoteSettings
-from ..devices import Device, cpu_device
 from ..errors import CheckpointError, ConfigurationError, PolicyError, PromptFileError, ReplayMismatch
-from ..moe import DeepseekV2Config, DeepseekV2Model, KVCache, Tokenizer, load_model, model_hash
+from ..moe import DeepseekV2Config, DeepseekV2Model, Tokenizer, load_model, model_hash
 from ..policy import RoundRobin, Scripted
 from ..runner import Runner, StepOutput
 from ..trace.recorder import StepRecorder, make_header
 from ..trace.schema import EndRecord, PromptRecord, StepRecord, to_json
 from .engine import NOT_SAMPLED, Batch, Engine, RequestState, Sample, pick
 from .handoff import HandOffClock
-from .messages import Lines, Message, PassDone, Ready, StepDone
-from .spec import JobSpec, Pass, RecordedStep
+from .logits import LogitRows
+from .messages import CapturedGraph, GraphsCaptured, Lines, Message, PassDone, Ready, StepDone
+from .resources import open_all2all, open_device, open_kv_cache, processor_name, ranks_on_device
+from .spec import CLOSE_CALLS, GRAPH_RUNS, JobSpec, Pass, RecordedStep
 
 if TYPE_CHECKING:
-    from ..all2all import AllToAll
     from ..ranks import RankGroup
 
-__all__ = ["Rank", "checksum", "processor_name"]
+__all__ = ["Rank", "checksum"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,18 +82,36 @@ class Rank:
         )
         if group is not None:
             group.agree({**settings.as_json(), "model": self.model_hash, "torch": torch.__version__})
-        self.clock = HandOffClock(open_all2all(settings.all2all, group, config.n_routed_experts))
+        self.clock = HandOffClock(open_all2all(settings, group, config))
         self.model: DeepseekV2Model = load_model(spec.model, self.clock, _DTYPES[settings.dtype], self.torch_device)
         self.config = config
         self.votes = votes
+        # Why no step can be a graph, and the sizes to which decode steps are padded where one can: in eager passes
+        # too, so that an eager step and its graph compute the same shapes.
+        self.no_graphs = settings.no_graphs or self.clock.not_capturable
+        self.graph_sizes = () if self.no_graphs else settings.graph_sizes
         self.recorder = StepRecorder()
+        self._logits: dict[str, LogitRows] = {}
         self._begin_trace()
-        send(Ready(time.monotonic() - began))
+        send(
+            Ready(
+                time.monotonic() - began,
+                str(self.torch_device),
+                processor_name(self.torch_device),
+                ranks_on_device(settings, rank),
+                self.no_graphs,
+            )
+        )
 
     def run(self) -> None:
-        """All passes; raises what ends the job."""
+        """All passes that can be; raises what ends the job."""
         for each in self.spec.passes:
-            self._run_pass(each)
+            if not (each.graphs and self.no_graphs):
+                self._run_pass(each)
+
+    def close(self) -> None:
+        """Give up what the all-to-all holds; every rank calls it, when none uses it any more."""
+        self.clock.close()
 
     # -- the beginning -----------------------------------------------------------------------------------------------
 
@@ -152,7 +170,7 @@ class Rank:
 
     def _run_pass(self, each: Pass) -> None:
         settings = self.spec.settings
-        self.run_name = each.run
+        self.run_name, self.step = each.run, -1
         began = time.monotonic()
         states = [RequestState(number, self.spec.requests[number].arrival, ids) for number, ids in self._mine()]
         engine = Engine(
@@ -162,23 +180,16 @@ class Rank:
             token_budget=settings.token_budget,
             max_new_tokens=settings.max_new_tokens,
             eos_ids=self.tokenizer.eos_ids,
+            close_call=CLOSE_CALLS[settings.dtype],
             device=self.torch_device,
         )
-        dtype = _DTYPES[settings.dtype]
-        runner = Runner(
-            self.model,
-            kv_cache=open_kv_cache(self.config, settings.max_requests, self.row_length, dtype, self.torch_device),
-            settings=self.votes,
-            group=self.group,
-            device=self.device,
-            policy=RoundRobin(),
-            carrier=each.carrier,
-            strict=settings.strict,
-            instruments=(self.recorder, self.clock),
-            max_requests=settings.max_requests,
-        )
-        self.clock.running = True
-        self._steps(each, engine, runner)
+        runner = self._make_runner(each)
+        if each.graphs:
+            self._capture(each, runner)
+        rows = self._rows_of(each)
+        # A timeline records its events between a yield and what the clock takes for its end.
+        self.clock.running = not (each.graphs or settings.gpu_timeline)
+        self._steps(each, engine, runner, rows)
         self.clock.running = False
         whole = each.split_steps is None
         self.send(
@@ -188,10 +199,65 @@ class Rank:
                 {s.number: self.tokenizer.decode(s.generated) for s in states} if whole else {},
                 {s.number: s.generated for s in states} if whole else {},
                 {s.number: s.close_calls for s in states if s.close_calls} if whole else {},
+                rows.result(),
             )
         )
+        if each.graphs:
+            # NCCL does not close while a graph holds its operations, and a captured step is part of a cycle.
+            del runner
+            gc.collect()
 
-    def _steps(self, each: Pass, engine: Engine, runner: Runner) -> None:
+    def _make_runner(self, each: Pass) -> Runner:
+        settings = self.spec.settings
+        cache = open_kv_cache(
+            self.config,
+            settings.max_requests,
+            self.row_length,
+            _DTYPES[settings.dtype],
+            self.torch_device,
+            static_shapes=bool(self.graph_sizes),
+        )
+        timeline = None
+        if settings.gpu_timeline:
+            from ..gpu_timeline import GpuTimeline
+
+            timeline = GpuTimeline(self.device)
+        return Runner(
+            self.model,
+            kv_cache=cache,
+            settings=self.votes,
+            group=self.group,
+            device=self.device,
+            policy=RoundRobin(),
+            carrier=each.carrier,
+            strict=settings.strict,
+            instruments=(self.recorder, self.clock),
+            max_requests=max((settings.max_requests, *self.graph_sizes)),
+            graph_sizes=self.graph_sizes,
+            use_graphs=each.graphs,
+            all2all=self.clock,
+            timeline=timeline,
+        )
+
+    def _capture(self, each: Pass, runner: Runner) -> None:
+        """The graphs of a pass: every rank captures the same ones in the same order."""
+        told = tuple(
+            CapturedGraph(step.size, step.microbatches, step.captured.seconds, step.captured.pool_bytes)
+            for step in runner.capture_graphs(each.mode)
+        )
+        self.send(GraphsCaptured(each.run, told))
+
+    def _rows_of(self, each: Pass) -> LogitRows:
+        """The pass's logits, and the pass to compare them with: the first one, and for a graph its eager twin."""
+        if not each.whole:
+            return LogitRows(each.run)
+        first = next(iter(self._logits.values()), None)
+        against = self._logits.get(GRAPH_RUNS[each.run]) if each.run in GRAPH_RUNS else first
+        rows = LogitRows(each.run, against, keep=not each.graphs)
+        self._logits[each.run] = rows
+        return rows
+
+    def _steps(self, each: Pass, engine: Engine, runner: Runner, rows: LogitRows) -> None:
         arrivals = sorted({request.arrival for request in self.spec.requests})
         recorded = self.spec.recorded or {}
         split_steps = 0
@@ -207,8 +273,14 @@ class Rank:
                     return
                 step = later[0]
                 continue
-            samples = self._sample(batch, out.output)
+            if self.group is not None:
+                # Reading from a GPU waits for it, and hangs with it if a rank fails; this finds that out.
+                self.group.wait_for_device()
+            logits = self._logits_of(batch, out.output)
+            samples = [] if logits is None else pick(logits)
             ended = time.perf_counter_ns()
+            if logits is not None:
+                rows.take([batch.parts[part][0] for part in batch.sampling], logits)
             answered = engine.advance(batch, _forced(samples, batch, recorded.get(step)))
             self._report(each, step, batch, out, samples, (began, ended), len(answered))
             split_steps += out.decision.split
@@ -224,11 +296,12 @@ class Rank:
             raise ReplayMismatch(f"step {self.step}, rank {self.rank}: {error}") from error
 
     @torch.inference_mode()
-    def _sample(self, batch: Batch, hidden: Tensor) -> list[Sample]:
+    def _logits_of(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+        """[N, vocabulary] to sample from, a row for each of `batch.sampling`; None where there is none."""
         if not batch.last_tokens:
-            return []
+            return None
         rows = torch.tensor(batch.last_tokens, device=hidden.device)
-        return pick(self.model.logits(hidden[rows]))
+        return self.model.logits(hidden[rows])
 
     def _report(
         self,
@@ -250,7 +323,7 @@ class Rank:
             rank=self.rank,
             run=each.run,
             tokens=batch.input.num_tokens,
-            padded=decision.tokens_on(self.rank),
+            padded=out.tokens,
             split=decision.split,
             reason=str(decision.reason),
             votes=[vote.to_row().tolist() for vote in decision.votes],
@@ -266,8 +339,15 @@ class Rank:
             sampled=sampled,
             begin=begin,
             end=end,
+            # Where no step can be replayed, the word would distinguish nothing.
+            execution=out.execution if self.graph_sizes else "",
         )
-        details = self.recorder.records(step=step, rank=self.rank, run=each.run) if out.schedule is not None else []
+        # A replayed step ran no slices; what the recorder holds then is of the capture, or of an eager step before.
+        eager = out.schedule is not None and out.execution == "eager"
+        details: list[Any] = self.recorder.records(step=step, rank=self.rank, run=each.run) if eager else []
+        if out.timeline is not None:
+            origin = self.recorder.origin_ns
+            details += out.timeline.records(step=step, rank=self.rank, run=each.run, origin_ns=origin)
         self.send(StepDone(record, _lines(record, *details), answered, decision.message, self.clock.take_times()))
 
     def last_words(self, error: BaseException | None) -> bytes:
@@ -287,58 +367,6 @@ def checksum(output: Tensor) -> str:
     """16 hex characters (BLAKE2b) over the bytes of a step's output [T, H], as they lie in memory row by row."""
     flat = output.detach().contiguous().view(torch.uint8).cpu()
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def processor_name(device: torch.device) -> str:
-    """What computes: equal names (with equal torch and threads) should give equal bits."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        # Not Linux; the platform module has to do.
-        pass
-    return platform.processor() or platform.machine()
-
-
-def open_device(name: str, rank: int) -> tuple[Device, torch.device]:
-    """The device that rank `rank` computes on. Raises `ConfigurationError` where there is none."""
-    if name == "cpu":
-        return cpu_device(), torch.device("cpu")
-    from ..devices.cuda import CudaDevice
-
-    device = CudaDevice(rank)
-    torch.cuda.set_device(rank)
-    return device, torch.device("cuda", rank)
-
-
-def open_kv_cache(
-    config: DeepseekV2Config, rows: int, row_length: int, dtype: torch.dtype, device: torch.device
-) -> KVCache:
-    """The cache of a rank. Raises `ConfigurationError`, naming its size, where there is no memory for it."""
-    try:
-        return KVCache(config, rows, row_length, dtype, device)
-    except RuntimeError as error:
-        # What torch raises for memory that it cannot get (on a GPU a subclass), and for a size that overflows.
-        size = config.num_hidden_layers * (rows * row_length + 1) * config.cache_dim * dtype.itemsize
-        raise ConfigurationError(
-            f"--max-num-seqs is {rows}, and {rows} KV cache rows of {row_length} tokens take {size / 2**30:,.1f} GiB, "
-            f"which {device} does not have; lower --max-num-seqs, or --max-new-tokens"
-        ) from error
-
-
-def open_all2all(name: str, group: RankGroup | None, num_experts: int) -> AllToAll:
-    """The all-to-all of that name; "auto" is the loopback for one rank, torch.distributed for several."""
-    if group is None:
-        from ..all2all.loopback import Loopback
-
-        return Loopback(num_experts)
-    from ..all2all.torch_distributed import TorchDistributed
-
-    return TorchDistributed(group, num_experts)
 
 
 def _lines(*records: Any) -> bytes:

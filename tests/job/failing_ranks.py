@@ -56,6 +56,19 @@ def stalling(spec: JobSpec, rank: int, connection: Connection, output: str) -> N
     rank_main(spec, rank, connection, output)
 
 
+def unable_to_capture(spec: JobSpec, rank: int, connection: Connection, output: str) -> None:
+    from dbo_greenlet.errors import GraphCaptureError
+    from dbo_greenlet.job.worker import Rank
+
+    def fail(self: Rank, each: object) -> None:
+        raise GraphCaptureError("the graph of 64 tokens cannot be captured: out of memory")
+
+    if rank == 1:
+        # Where a pass makes what its steps need, graphs included.
+        Rank._make_runner = fail
+    rank_main(spec, rank, connection, output)
+
+
 def of_another_version(spec: JobSpec, rank: int, connection: Connection, output: str) -> None:
     if rank == 1:
         import dbo_greenlet.ranks as ranks

@@ -9,14 +9,22 @@ from hypothesis import strategies as st
 
 from dbo_greenlet.batching import check_step
 from dbo_greenlet.job.engine import Batch, Engine, RequestState, Sample, pick
-from dbo_greenlet.job.spec import CLOSE_CALL
 
 EOS = 99
 ROW_LENGTH = 24
+CLOSE_CALL = 1e-3
 
 
 def engine(states: list[RequestState], rows: int = 3, budget: int = 16, new: int = 6) -> Engine:
-    return Engine(states, rows=rows, row_length=ROW_LENGTH, token_budget=budget, max_new_tokens=new, eos_ids=[EOS])
+    return Engine(
+        states,
+        rows=rows,
+        row_length=ROW_LENGTH,
+        token_budget=budget,
+        max_new_tokens=new,
+        eos_ids=[EOS],
+        close_call=CLOSE_CALL,
+    )
 
 
 def state(number: int, length: int, arrival: int = 0) -> RequestState:

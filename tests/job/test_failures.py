@@ -25,8 +25,9 @@ from dbo_greenlet.errors import (
 from dbo_greenlet.job import launch
 from dbo_greenlet.job.launch import run_job
 from dbo_greenlet.job.requests import PACKAGED_PROMPTS, read_requests
+from dbo_greenlet.job.resources import open_kv_cache
 from dbo_greenlet.job.spec import PACKAGED_MODEL, JobSpec, Settings, passes_of
-from dbo_greenlet.job.worker import Rank, open_kv_cache
+from dbo_greenlet.job.worker import Rank
 from dbo_greenlet.moe import DeepseekV2Config
 from dbo_greenlet.ranks import RankGroup
 from dbo_greenlet.trace import read_trace
@@ -104,6 +105,11 @@ def test_ranks_that_were_started_differently_are_refused_with_the_difference() -
         "decode_threshold: rank 0 has 2, rank 1 has 9; .*strict: rank 0 has .*, rank 1 has",
         specs=[ours, other],
     )
+
+
+def test_a_capture_that_fails_ends_the_job_with_the_reason() -> None:
+    words = "rank 1 failed: the graph of 64 tokens cannot be captured: out of memory before the first step of run 'dbo'"
+    fails(job(), RankFailedError, words, rank_main=failing_ranks.unable_to_capture)
 
 
 def test_ranks_of_different_versions_are_refused() -> None:

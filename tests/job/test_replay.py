@@ -48,6 +48,58 @@ def test_the_other_runs_can_be_replayed(recorded: Recorded, run: str) -> None:
     assert report.steps >= 4 and not report.outputs and not report.not_comparable
 
 
+def test_a_trace_of_an_earlier_version_is_replayed_without_graphs(recorded: Recorded, tmp_path: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data.pop("execution", None)
+        if data["t"] == "header":
+            del data["settings"]["cudagraph_sizes"], data["settings"]["gpu_timeline"]
+
+    plan = plan_replay(edited(recorded.trace, tmp_path / "older.jsonl", change))
+    assert plan.spec.settings.cudagraph_sizes == "none"
+    report = replay(plan)
+    assert report.met and report.steps > 10 and not report.outputs
+
+
+def as_graphs(data: dict[str, Any]) -> None:
+    """The recorded run as a GPU would have it, with step 2 replayed from its graph."""
+    if data["t"] == "header":
+        data["settings"].update(device="cuda", all2all="nccl")
+    if data.get("run") == "dbo":
+        data.update(run="dbo-graph")
+        if data["t"] == "step":
+            data.update(execution="replayed" if data["step"] == 2 else "eager")
+
+
+def test_a_replayed_step_is_replayed_by_its_graph_again(recorded: Recorded, tmp_path: Path) -> None:
+    plan = plan_replay(edited(recorded.trace, tmp_path / "graphs.jsonl", as_graphs), run="dbo-graph")
+    (only,) = plan.spec.passes
+    assert (only.run, only.mode, only.carrier, only.graphs) == ("dbo-graph", "auto", "greenlet", True)
+    first, third = plan.specs[0].recorded[0], plan.specs[0].recorded[2]
+    # An eager step is held to its recorded schedule, one from a graph has the graph's.
+    assert first.schedule is not None and third.schedule is None
+    assert third.sampled == plan.recorded[2, 0].sampled
+
+
+def test_a_step_that_was_replayed_and_is_eager_now_is_a_difference(recorded: Recorded, tmp_path: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        if is_step(data, 2, 0):
+            data.update(execution="replayed")
+
+    report = replay(plan_replay(edited(recorded.trace, tmp_path / "edited.jsonl", change)))
+    assert report.decisions == ["step 2, rank 0: recorded as replayed, now eager"] and not report.met
+
+
+def test_graphs_that_the_recorded_settings_rule_out_are_refused(recorded: Recorded, tmp_path: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        as_graphs(data)
+        if data["t"] == "header":
+            data["settings"].update(device="cpu", all2all="auto")
+
+    trace = edited(recorded.trace, tmp_path / "edited.jsonl", change)
+    with pytest.raises(TraceFileError, match="run dbo-graph has graphs, and its settings rule them out: needs a CUDA"):
+        plan_replay(trace, run="dbo-graph")
+
+
 def test_an_edited_decision_is_named_and_ends_the_replay(recorded: Recorded, tmp_path: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         if is_step(data, 1, 1):
@@ -108,16 +160,19 @@ def test_a_report_that_prints_not_met_is_not_met(found: dict[str, Any], met: boo
     assert "NOT met" not in report.render() or not report.met
 
 
-def test_checksums_of_another_processor_are_not_comparable(recorded: Recorded, tmp_path: Path) -> None:
+def test_checksums_of_another_processor_or_version_are_not_comparable(recorded: Recorded, tmp_path: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         if data["t"] == "header":
+            data["package"] = "0.0.1"
             data["settings"]["processor"] = "abacus"
         elif is_step(data, 2, 0):
             data.update(output="0123456789abcdef")
 
     report = replay(plan_replay(edited(recorded.trace, tmp_path / "edited.jsonl", change)))
     assert report.met
-    assert "Output checksums: not comparable: processor was abacus, here it is " in report.render()
+    text = report.render()
+    assert "Output checksums: not comparable: dbo_greenlet was 0.0.1, here it is " in text
+    assert ", processor was abacus, here it is " in text
 
 
 def test_a_plan_covers_the_steps_that_all_ranks_completed(recorded: Recorded, tmp_path: Path) -> None:
