@@ -38,9 +38,9 @@ RUN_OF_CARRIER = {"greenlet": "dbo", "thread": "thread"}
 GRAPH_RUNS = {"dbo-graph": "dbo", "unsplit-graph": "unsplit"}
 
 # Where the two best logits are closer than this, rounding may decide between them: two logits that are each off by d
-# can change places where they are 2 d apart. Between split and unsplit d was up to 1e-5 in float32 and, in bfloat16, up
-# to 0.094 (on an H200, over either kind of DeepEP's kernels), where logits of 8 to 16 are 0.06 apart.
-CLOSE_CALLS = {"float32": 1e-3, "bfloat16": 0.19}
+# can change places where they are 2 d apart. Between split and unsplit, over 3,600 samples on an H200, d was up to 2e-5
+# in float32 and, in bfloat16, up to 0.12 over DeepEP's low-latency kernels (logits of 8 to 16 are 0.06 apart).
+CLOSE_CALLS = {"float32": 1e-3, "bfloat16": 0.25}
 
 # The default, and what DeepEP's low-latency kernels take at once on any number of ranks: less than half of their send
 # queue, in pairs where there are two ranks. (Four ranks could have 511, and a longer queue more.)
