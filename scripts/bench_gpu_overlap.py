@@ -3,6 +3,10 @@
     python scripts/bench_gpu_overlap.py [--quick] [--rows NAME ...] [--graph-only] [--json FILE.json]
                                         [--merge FILE.json ...] [--plot FILE.png] [--wire copy|timer]
 
+All rows, with the picture: `python scripts/bench_gpu_overlap.py --plot out/overlap.png`, which should take about six
+minutes; `--rows "V2-Lite, 512 tokens" "V3, 64 tokens"` about one and a half. The file is written after each row, and
+`--rows --merge FILE.json --plot FILE.png` prints and plots what it holds.
+
 Layers in the shapes of DeepSeek-V2-Lite and V3 (`bench_gpu_overlap_layers`) against transfers that take no SMs
 (`bench_gpu_overlap_wire`), from 0.1 to 3 times the compute; eager and captured into a graph. Unsplit has every transfer
 exposed, each twice as long as a microbatch's, because it carries twice the bytes. A wire with a latency that does not

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def where_it_loses(ratios: Sequence[float], gains: Sequence[float]) -> list[tupl
     """Where the gain is under 1: intervals of the ratio, by straight lines between the measured points."""
     found: list[tuple[float, float]] = []
     points = list(zip(ratios, gains, strict=True))
-    for (r0, g0), (r1, g1) in zip(points, points[1:], strict=False):
+    for (r0, g0), (r1, g1) in pairwise(points):
         if g0 >= 1 and g1 >= 1:
             continue
         begin, end = r0, r1

@@ -156,15 +156,11 @@ def test_captures_that_fail_leave_a_transport_that_works(results: tuple[str, Res
 
 def test_a_rank_that_fails_instead_of_replaying_is_waited_for_by_none(results: tuple[str, Results]) -> None:
     kind, ranks = results
-    if kind == "ht":
-        pytest.skip("cannot be captured")
+    if kind != "ll":
+        pytest.skip("only DeepEP's buffers, and graphs with them, outlive a reset of the group")
     for rank, told in enumerate(each["failed_replay"] for each in ranks):
         assert told["rank"] == (["RankFailedError"] * 2 if rank == 0 else ["BrokenGroupError"] * 2)
-        refused = [after for after in told["after"] if isinstance(after, str)]
-        assert {after for after in told["after"] if not isinstance(after, str)} == {0.0}
-        # NCCL's communicator is another one after a reset; DeepEP's buffers are not.
-        assert len(refused) == (2 if kind == "nccl" else 0)
-        assert all("capture it again" in text for text in refused)
+        assert told["after"] == [0.0] * 4
 
 
 @pytest.mark.parametrize("kind", ["ll", "ht", "nccl"])
