@@ -23,8 +23,8 @@ from torch import Tensor
 
 __all__ = ["Backends"]
 
-# Long enough for an abort that nothing holds up, and short beside the time in which a failure is to be known.
-_ABORT_SECONDS = 2.0
+# Long enough for an end that nothing holds up, and short beside the time in which a failure is to be known.
+_END_SECONDS = 2.0
 
 # No collective uses this tag: theirs have a prefix in the upper half.
 _NEVER_SENT = 0x0DB0
@@ -82,14 +82,12 @@ class Backends:
     def _close_nccl(self, abort: bool) -> None:
         if self._nccl_open:
             self._nccl_open = False
-            if not abort:
-                self.data.shutdown()
-                return
             # NCCL does not give a communicator up as long as a CUDA graph holds operations of it. It stops them all the
             # same; only the thread that asked waits, until the graphs are gone, and that must not be ours.
-            thread = threading.Thread(target=self.data.abort, name="dbo_greenlet NCCL abort", daemon=True)
+            end = self.data.abort if abort else self.data.shutdown
+            thread = threading.Thread(target=end, name="dbo_greenlet: end of NCCL", daemon=True)
             thread.start()
-            thread.join(_ABORT_SECONDS)
+            thread.join(_END_SECONDS)
 
 
 def _gloo(store: dist.Store, rank: int, world_size: int, address: str, seconds: float) -> dist.Backend:

@@ -50,8 +50,10 @@ class TorchDistributed:
     rows makes the host wait, and no on a CPU, where it costs nothing and padding costs products.
 
     It works across `group.reset()`. A graph captured before one does not: it holds a communicator that the reset threw
-    away, and `replaying` refuses it. Raises `ConfigurationError` if the experts do not divide among the ranks or the
-    capacity is not positive.
+    away, and `replaying` refuses it. NCCL waits with the end of a communicator, also with an abort, until the graphs
+    that captured it are gone: drop them before the group is reset or closed.
+
+    Raises `ConfigurationError` if the experts do not divide among the ranks or the capacity is not positive.
     """
 
     def __init__(

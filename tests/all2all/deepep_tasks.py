@@ -17,7 +17,7 @@ from tests.all2all.fake_deep_ep import Buffer, calls, cuda_on_cpu
 from tests.all2all.rank_cases import dense_reference, generator_of, layer
 from tests.all2all.transport_cases import run_cases
 from tests.all2all.transport_ranks import EXPERTS, Ranks, relative
-from tests.ranks.rank_pool import group
+from tests.ranks.rank_pool import group, store_for_tests, this_rank
 
 
 def run(name: str, kind: str, hidden: int, cases: list[str]) -> dict[str, dict[str, Any]]:
@@ -135,11 +135,11 @@ def fail_instead_of_replaying(name: str) -> list[str]:
         part = ranks.inputs(4, 1)
         expected = ranks.layer(*part)
         token = capture_token(ranks)
-        ranks.together()
+        both_here("before the replay")
         if of.rank == 0:
             ranks.all_to_all.replaying(token)
             ranks.all_to_all.buffer.replay(len(token) // 2)
-        ranks.together()
+        both_here("after the replay")
         if of.rank == 0:
             try:
                 while True:
@@ -171,7 +171,7 @@ def fail_inside_the_library(name: str, kind: str, call: str) -> list[str]:
         ranks = Ranks(kind, of, 32)
         part = ranks.inputs(4, 1)
         ranks.layer(*part)
-        ranks.together()
+        both_here(f"{kind} {call}")
 
         def full(*_: Any, **__: Any) -> None:
             raise torch.OutOfMemoryError("no room for the rows")
@@ -197,11 +197,11 @@ def fail_while_settling(name: str) -> list[str]:
         ranks = Ranks("ll", of, 32)
         part = ranks.inputs(4, 1)
         expected = ranks.layer(*part)
-        ranks.together()
         if of.rank == 0:
             ranks.all_to_all.dispatch_send(*part)
-        of.exchange([0])
+        both_here("sent")
         of.announce_failure(None, ValueError("stopped"))
+        both_here("announced")
         of.reset()
         stalled = RankFailedError(1, None, "it stalled")
         with patch.object(of, "wait_for_device", side_effect=stalled):
@@ -209,7 +209,15 @@ def fail_while_settling(name: str) -> list[str]:
                 ranks.layer(*part)
             except RankFailedError as error:
                 told.append(str(error))
+        both_here("settled in vain")
         of.reset()
         told.append(str(torch.equal(ranks.layer(*part), expected)))
         ranks.all_to_all.close()
     return told
+
+
+def both_here(place: str) -> None:
+    """Until both ranks are there; through the tests' store, which does not care for a rank that leaves its group."""
+    store = store_for_tests()
+    store.set(f"{place}/{this_rank()}", "")
+    store.wait([f"{place}/{rank}" for rank in range(2)])
