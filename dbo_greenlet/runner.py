@@ -149,7 +149,7 @@ class Runner:
         """Capture what steps of that mode can ask for, and return all that is captured. Every rank calls it alike.
 
         Each graph is preceded by an eager run of the same step, whose requests are padding: it writes nothing into the
-        KV cache, but takes part in the all-to-all.
+        KV cache, but takes part in the all-to-all. After the group was reset, everything is captured anew.
 
         Raises:
             ConfigurationError: the runner was made without graphs, or an unknown mode.
@@ -161,11 +161,17 @@ class Runner:
         if mode not in ("auto", "never"):
             raise ConfigurationError(f"mode={mode!r} has no graphs; choose auto or never")
         with failing_together(self.group), torch.inference_mode(self._inference_mode):
-            found = self._graphs.capture_all(self._unsplit if mode == "never" else self.settings, self._capture)
+            settings = self._unsplit if mode == "never" else self.settings
+            found = self._graphs.capture_all(settings, self._capture, getattr(self.group, "generation", 0))
             if self.group is not None:
                 # Every rank has them all, or has heard of the one that failed, before one of them replays.
                 self.group.exchange(torch.tensor([len(found)], dtype=torch.int64))
             return found
+
+    def drop_graphs(self) -> None:
+        """Forget all graphs; steps run eagerly again. NCCL does not end a communicator while a graph holds it."""
+        if self._graphs is not None:
+            self._graphs.drop()
 
     def step(
         self, step: StepInput, *, mode: str = "auto", policy: Policy | None = None, veto: Veto = Veto.NONE

@@ -151,6 +151,7 @@ class StepGraphs:
             raise ConfigurationError(f"graph_sizes has {self.sizes[0]}; a graph is for 1 token or more")
         self.buffers = StepBuffers(self.sizes[-1], device)
         self._captured: dict[tuple[int, int], CapturedStep] = {}
+        self._generation = 0
 
     def takes(self, step: StepInput, uniform_query_len: int) -> bool:
         """Whether the buffers can hold this rank's step: it decodes from token ids, or is idle.
@@ -206,14 +207,26 @@ class StepGraphs:
     def find(self, size: int, microbatches: int) -> CapturedStep | None:
         return self._captured.get((size, microbatches))
 
+    def drop(self) -> None:
+        """Forget all captured steps; their memory is free once nobody holds their outputs."""
+        self._captured.clear()
+
     def keep(self, step: CapturedStep) -> None:
         self._captured[step.size, step.microbatches] = step
 
     def captured(self) -> list[CapturedStep]:
         return list(self._captured.values())
 
-    def capture_all(self, settings: VoteSettings, capture: Callable[[int, int], CapturedStep]) -> list[CapturedStep]:
-        """Capture what is wanted and not there yet, by `capture(size, microbatches)`."""
+    def capture_all(
+        self, settings: VoteSettings, capture: Callable[[int, int], CapturedStep], generation: int = 0
+    ) -> list[CapturedStep]:
+        """Capture what is wanted and not there yet, by `capture(size, microbatches)`.
+
+        `generation` counts the resets of the ranks' group: what was captured before one is captured anew.
+        """
+        if generation != self._generation:
+            self.drop()
+            self._generation = generation
         for size, microbatches in self.wanted(settings):
             if (size, microbatches) not in self._captured:
                 self.keep(capture(size, microbatches))

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..devices.cuda import cuda_device
 from ..errors import BrokenGroupError, ConfigurationError
 from ..ranks import RankGroup
 from . import DispatchedTokens, PaddedTokens
@@ -65,7 +67,8 @@ class TorchDistributed:
         on_gpu = group.device.type == "cuda"
         self.name = "torch_distributed:" + ("nccl" if on_gpu else "gloo")
         self.static_shapes = on_gpu if static_shapes is None else static_shapes
-        self._events: list[torch.cuda.Event] = []
+        # Only for a GPU, where the parts of a dispatch may run on different streams.
+        self.events: Any = cuda_device(group.device.index or 0).event_pool if on_gpu else None
         self._expected: int | None = None
         self._capacity: int | None = None
         self.capacity = capacity
@@ -124,14 +127,6 @@ class TorchDistributed:
 
     def close(self) -> None:
         """It holds nothing; the group is the caller's."""
-
-    def take_event(self) -> torch.cuda.Event:
-        """An event that no dispatch uses now."""
-        return self._events.pop() if self._events else torch.cuda.Event()
-
-    def give_back(self, event: torch.cuda.Event) -> None:
-        """Every wait for it is enqueued: it may be recorded again."""
-        self._events.append(event)
 
     def dispatch_send(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> TorchDispatch:
         """See `AllToAll.dispatch_send`. With `capacity=None` it blocks until every rank has called it.
@@ -308,7 +303,7 @@ class TorchDispatch(InOrder):
         self._ready: torch.cuda.Event | None = None
         if self._received_on != self._made_on:
             # The receive part runs on another stream than the owner's, in a sibling that calls the hook.
-            self._ready = self._all_to_all.take_event()
+            self._ready = self._all_to_all.events.take()
             self._ready.record()
 
     def _order_after_receive(self) -> None:
@@ -319,20 +314,20 @@ class TorchDispatch(InOrder):
         """
         current = self._current_stream()
         if self._ready is None and current != self._received_on:
-            self._ready = self._all_to_all.take_event()
+            self._ready = self._all_to_all.events.take()
             self._ready.record(self._stream(self._received_on))
         if self._ready is not None:
             torch.cuda.current_stream(self._group.device).wait_event(self._ready)
-            self._all_to_all.give_back(self._ready)
+            self._all_to_all.events.give_back(self._ready)
             self._ready = None
 
     def _give_back_after_read(self) -> None:
         """The stream that the message was made on, and on which its memory will be used again, waits for this one."""
         if self._current_stream() != self._made_on:
-            event = self._all_to_all.take_event()
+            event = self._all_to_all.events.take()
             event.record()
             self._stream(self._made_on).wait_event(event)
-            self._all_to_all.give_back(event)
+            self._all_to_all.events.give_back(event)
 
     def _current_stream(self) -> int:
         """The raw handle of the current stream; 0 on a CPU."""

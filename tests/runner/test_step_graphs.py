@@ -164,6 +164,13 @@ def test_what_is_captured_largest_first_and_once() -> None:
     graphs.capture_all(VoteSettings(1, 4, 4), capture)
     graphs.capture_all(VoteSettings(2, 4, 4), capture)
     assert made == [(8, 1), (4, 1), (2, 1), (8, 2), (4, 2)]
+    # The ranks' group was reset: all of it once more.
+    graphs.capture_all(VoteSettings(1, 4, 4), capture, generation=1)
+    assert made[5:] == [(8, 1), (4, 1), (2, 1)] and graphs.find(8, 2) is None
+    graphs.capture_all(VoteSettings(1, 4, 4), capture, generation=1)
+    graphs.drop()
+    assert len(made) == 8 and graphs.captured() == []
+    graphs.capture_all(VoteSettings(2, 4, 4), capture, generation=1)
     assert graphs.find(8, 2) is not None and graphs.find(2, 2) is None and len(graphs.captured()) == 5
 
 
