@@ -216,7 +216,7 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
     streams: Any = getattr(state, "streams", None)
     stream_now = None
     if streams is not None:
-        stream_key, stream_now = streams.key, streams.baseline
+        stream_key, stream_now, met = streams.key, streams.baseline, {streams.baseline}
         for each in step.microbatches:
             each.stream = stream_now
     check_choice, slice_ended, strict = step.check_choice, step.slice_ended, step.strict
@@ -259,7 +259,9 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             stream_now = stream_key()
             if microbatch.stream != stream_now:
                 microbatch.stream = stream_now
-                streams.meet()
+                if stream_now not in met:
+                    met.add(stream_now)
+                    streams.meet()
         if differs:
             leave(microbatch)
         if bracket is not None:

@@ -14,7 +14,7 @@ import torch
 import torch.utils._device as torch_device
 import torch.utils._python_dispatch as torch_dispatch
 
-from . import key_sets, thread_words
+from . import autocast_words, key_sets, thread_words
 
 __all__ = ["Observation", "brief_check", "observe", "quick_check"]
 
@@ -50,6 +50,7 @@ _DISPATCH_FLAGS = tuple(
     )
     if hasattr(torch_dispatch, name)
 )
+_FIRST_FLAG = "_is_in_torch_dispatch_mode"
 _read_dispatch_flags: Any = itemgetter(*_DISPATCH_FLAGS, "__name__")  # the name for a tuple whatever the version
 _dispatch_globals = vars(torch_dispatch)
 
@@ -161,7 +162,9 @@ def _quickest_check(
     """`quick_check` with most of its getters replaced by loads from memory, where the baseline has no mode on a stack.
 
     What need not be asked for then: a dispatch mode is in the include set, a default device is a function mode, and
-    where there is one CUDA device, no other can be the current one.
+    where there is one CUDA device, no other can be the current one. Of the globals that a dispatch mode sets, the first
+    is set by every mode, so where none was set it tells for all. Where autocast's state can be read from memory too,
+    what is left to call is Dynamo's callback.
     """
     include, exclude = words
     autograd, mask, disabled, stack = flags
@@ -170,6 +173,27 @@ def _quickest_check(
     several = cuda_device if cuda_device is not None and torch.cuda.device_count() > 1 else None
     nesting, cache, cpu_dtype, callback = wanted[_NESTING:]
     dispatch_on = wanted[_DISPATCH_ON]
+    autocast = autocast_words.view()
+    if autocast is not None and _FIRST_FLAG in _dispatch_globals and not any(dispatch_on[:-1]):
+        one, one_mask, two, two_mask = autocast
+        one_value, two_value = one[0] & one_mask, two[0] & two_mask
+
+        def loads_hold() -> bool:
+            return (
+                words[0] == include
+                and words[1] == exclude
+                and autograd[0] & mask == on
+                and disabled[0] == state
+                and stack[0] == stack[1]
+                and one[0] & one_mask == one_value
+                and two[0] & two_mask == two_value
+                and not _dispatch_globals[_FIRST_FLAG]
+                and _frame_callback() is callback
+                and (ranges is None or not ranges.used)
+                and (several is None or several() == device_index)
+            )
+
+        return loads_hold
 
     def holds() -> bool:
         return (

@@ -130,7 +130,10 @@ class CudaDevice:
 
     def put_stream(self, key: int) -> None:
         """Make the stream with that handle current; it must have been met, by `current_stream` or `new_stream`."""
-        self.set_stream(self._known[key])
+        if _raw_set is not None and torch.cuda.set_stream is _public_set:
+            _raw_set(*self._known[key].address)
+        else:
+            torch.cuda.set_stream(self._known[key].raw)
 
     @contextmanager
     def stream_scope(self, stream: CudaStream) -> Iterator[None]:
