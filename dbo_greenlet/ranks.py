@@ -387,14 +387,12 @@ class RankGroup:
             ) from error
 
     def _cut(self) -> None:
-        backends = self._backends
-        if backends is not None:
+        if (backends := self._backends) is not None:
             backends.cut()
 
     def _leave(self, why: str) -> None:
         alarm, backends = self._alarm, self._backends
-        self._alarm = self._backends = None
-        self._absent = why
+        self._alarm, self._backends, self._absent = None, None, why
         # The farewell first: whoever waits for this rank asks, once the connections close, and must know by then.
         if alarm is not None:
             alarm.close()

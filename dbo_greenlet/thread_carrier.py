@@ -173,7 +173,7 @@ class ThreadMicrobatch(Microbatch):
             baton.state.thread_begin()
             try:
                 chosen = self._run_entry(baton, step)
-            except BaseException:
+            except BaseException:  # passed on; only the slice that failed must not stay open
                 baton.slice_failed(self)
                 raise
             finally:
