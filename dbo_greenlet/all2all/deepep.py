@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BrokenGroupError, ConfigurationError, DboError
+from ..errors import BrokenGroupError, ConfigurationError, DboError, SchedulerInternalError
 from ..ranks import RankGroup
 from .errors import AllToAllInputError
 from .operation_log import OperationLog
@@ -213,7 +213,7 @@ class DeepEPTransport:
             raise BrokenGroupError(_LOST)
         try:
             return function(*arguments, **named)
-        except BaseException:
+        except BaseException:  # passed on; which half of the buffer comes next is not known any more
             self._lost = True
             raise
 
@@ -245,8 +245,8 @@ class DeepEPTransport:
         """What this rank can do by itself."""
 
     def owe(self, number: int) -> None:
-        """Do operation `number` of the log without tokens of this rank, and add it to this rank's log."""
-        raise NotImplementedError
+        """Do operation `number` of the log without tokens of this rank, and add it to this rank's log (each transport)."""
+        raise SchedulerInternalError(f"{type(self).__name__} is not a transport")
 
     def after_settling(self, total: int) -> None:
         """All ranks have done `total` operations."""

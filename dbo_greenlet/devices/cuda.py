@@ -26,7 +26,8 @@ __all__ = ["CudaDevice", "CudaStream", "EventPool", "cuda_device"]
 _raw_current: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _raw_set: Callable[[int, int, int], None] | None = getattr(torch._C, "_cuda_setStream", None)
 # None if somebody replaced it before this module was imported.
-_public_set = torch.cuda.set_stream if torch.cuda.set_stream.__module__ == torch.cuda.__name__ else None
+_is_torchs_own = getattr(torch.cuda.set_stream, "__module__", None) == torch.cuda.__name__
+_public_set = torch.cuda.set_stream if _is_torchs_own else None
 _event_base: Any = getattr(torch._C, "_CudaEventBase", None)
 if _event_base is None or not issubclass(torch.cuda.Event, _event_base):
     _event_base = torch.cuda.Event
