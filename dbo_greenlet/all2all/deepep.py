@@ -245,7 +245,7 @@ class DeepEPTransport:
         """What this rank can do by itself."""
 
     def owe(self, number: int) -> None:
-        """Do operation `number` of the log without tokens of this rank, and add it to this rank's log (each transport)."""
+        """Do operation `number` of the log without tokens of this rank, and log it; each transport says how."""
         raise SchedulerInternalError(f"{type(self).__name__} is not a transport")
 
     def after_settling(self, total: int) -> None:
