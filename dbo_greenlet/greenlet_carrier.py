@@ -120,25 +120,24 @@ class Carrier(greenlet):  # type: ignore[misc]  # greenlet has no types
     microbatch: GreenletMicrobatch | None = None
 
 
-def _carry_one(microbatch: GreenletMicrobatch) -> object:
+def _carry_one(_: object) -> object:
     """The life of a carrier that is not kept."""
-    microbatch.body()
+    getcurrent().microbatch.body()
     return _ENDED
 
 
-def _carry_many(microbatch: GreenletMicrobatch | None) -> None:
+def _carry_many(given: object) -> None:
     """The life of a carrier that is kept: one microbatch after the other, handed in by the hub of each step.
 
     Between steps it waits where nothing of a step is referenced any more. Whatever else comes in there is the result
     of a greenlet that the model started and that outlived its microbatch; it is handed on, as a dead parent would.
     """
     while True:
-        if isinstance(microbatch, GreenletMicrobatch):
-            microbatch.body()
-            microbatch = None
-            microbatch = getcurrent().parent.switch(_ENDED)
+        if given is _GO:
+            getcurrent().microbatch.body()
+            given = getcurrent().parent.switch(_ENDED)
         else:
-            microbatch = getcurrent().parent.switch(microbatch)
+            given = getcurrent().parent.switch(given)
 
 
 class CarrierPool(threading.local):
@@ -236,11 +235,7 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             microbatch = check_choice(index)
         running[thread] = microbatch
         traced[1] = index
-        if microbatch.started:
-            argument = _GO
-        else:
-            argument = microbatch
-            microbatch.started = True
+        microbatch.started = True
         if microbatch.stream != stream_now:
             streams.put(microbatch.stream)
         if begin_slice:
@@ -249,7 +244,7 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             this = Slice(index, microbatch.slice_number, len(decisions), microbatch.site)
             bracket.begin(this)
         if microbatch.saved_state is None:
-            arrived = microbatch.switch(argument)
+            arrived = microbatch.switch(_GO)
             differs = not unchanged()
         else:
             arrived = resume(microbatch, microbatch.switch, _GO)

@@ -60,6 +60,7 @@ class TorchThreadState:
         "_base",
         "_depth",
         "_device",
+        "_device_index",
         "_engaged",
         "_extras",
         "_host",
@@ -75,6 +76,7 @@ class TorchThreadState:
         self, device: Device | None = None, ambient: tuple[Pair, ...] | None = None, *, host: bool = False
     ) -> None:
         self._device = device
+        self._device_index: int | None = None
         self._ambient = ambient
         self._host = host
         self._threads: dict[int, Baseline] = {}
@@ -96,6 +98,7 @@ class TorchThreadState:
                 from .devices.cuda import cuda_device
 
                 device = cuda_device(index)
+        self._device_index = index
         self.streams = None if device is None else StreamKeeper(device)
         self._depth = profiling.depth()
         last = _last.start
@@ -195,6 +198,10 @@ class TorchThreadState:
         self._threads[get_ident()] = Baseline(seen)
         if seen != self._seen:
             self._base.restore(seen)
+        # A new thread stands on GPU 0, whatever the step's is: kernels that are launched where no stream of a device is
+        # put on, as an all-to-all's, would go there.
+        if self._device_index is not None and torch._C._cuda_getDevice() != self._device_index:
+            torch.cuda.set_device(self._device_index)
 
     def thread_end(self) -> None:
         """Give the OS thread the state back that it had: modes left on its stack would outlive the step."""

@@ -68,3 +68,19 @@ def test_the_current_device_belongs_to_the_microbatch() -> None:
     step = Scheduler().run([lambda: entry(1), lambda: entry(0)])
     assert step.outputs == [[1, 1, 1, outer], [0, 0, 0, outer]]
     assert torch.cuda.current_device() == outer
+
+
+@pytest.mark.parametrize("carrier", ["greenlet", "thread"])
+def test_microbatches_begin_on_the_callers_device(carrier: str) -> None:
+    """Whatever carries them: a new OS thread stands on GPU 0, and kernels would go there."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    torch.cuda.init()
+
+    def entry() -> list[Any]:
+        seen = [torch.cuda.current_device(), torch.zeros(1, device="cuda").device.index]
+        dbo_yield("a")
+        return [*seen, torch.cuda.current_device()]
+
+    with torch.cuda.device(1):
+        assert Scheduler(carrier=carrier).run([entry, entry]).outputs == [[1, 1, 1], [1, 1, 1]]
