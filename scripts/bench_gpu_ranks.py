@@ -1,21 +1,22 @@
-"""The runner over real all-to-alls, two processes on one GPU: is it right, and what does a step cost the host?
+"""The runner over real all-to-alls between two processes: is it right, and what does a step cost the host?
 
     python scripts/bench_gpu_ranks.py [--rows ll nccl ...] [--json FILE] [--merge FILE] [--layers 8] [--tokens 64]
 
+Where there are two GPUs, each process has its own, unless `--gpus 1` has them share one; the rows of two GPUs say so.
 Rows are transport x way of running: DeepEP low latency (ll), DeepEP high throughput (ht), NCCL with a fixed capacity
 (nccl); unsplit, the microbatches one after the other ("in turn"), split and carried by greenlets or by threads, and,
 where the transport can be captured, the split step as a replayed graph. `--merge` takes the rows that were not measured
 now from an earlier `--json` file. The exit status is 1 where a number is above its bound (`BOUNDS`) or none at all.
 
-**No claim about overlap follows from this.** Two processes on one GPU get it in turn, for milliseconds each, so a
-kernel that waits for the other process waits for a time slice, and an all-to-all takes some 3 ms whatever it carries.
+**No claim about overlap follows from rows of one GPU.** Two processes on one get it in turn, for milliseconds each, so
+a kernel that waits for the other process waits for a time slice, and an all-to-all takes some 3 ms whatever it carries.
 
 "host ms" is how long `Runner.step` takes, the vote of the ranks included (one gather, timed by itself and printed below
 the table); "done ms" is until the GPU has done it. All ways take turns within each round, on both ranks alike, and
 before each step both ranks wait for the GPU; medians over the rounds, least and most are in the JSON. Host time is only
 the host's where it is well below the time until done. With ht it never is: the host waits for counts in every dispatch,
-so for time slices. Elsewhere a launch may wait for a queue that is full because the other process has the GPU; the
-graph rows have few launches and show what is left.
+so, on one GPU, for time slices. Elsewhere on one GPU a launch may wait for a queue that is full because the other
+process has the GPU; the graph rows have few launches and show what is left.
 
 "layer error" is the relative error (Frobenius norm) of one MoE layer, run in each way by itself, against a float64
 computation with all experts on one rank. "model error" is the median over the tokens of the relative error of the whole
@@ -74,8 +75,8 @@ def make_all_to_all(kind: str, group: RankGroup, tokens: int) -> Any:
 
 def run_rank(arguments: argparse.Namespace) -> None:
     rank, kind, tokens = arguments.rank, arguments.transport, arguments.tokens
-    # Two NCCL ranks on one GPU must pass for two hosts; before torch is imported.
-    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+    # Before torch is imported.
+    os.environ.update(nccl_environment(rank, arguments.gpus))
     import torch
     from bench_gpu_ranks_model import (
         EXPERTS,
@@ -94,7 +95,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     from dbo_greenlet.ranks import RankGroup
     from dbo_greenlet.runner import Runner
 
-    device, row_length = torch.device("cuda:0"), 32
+    device, row_length = torch.device("cuda", rank % arguments.gpus), 32
     torch.cuda.set_device(device)
     with RankGroup.connect(rank, WORLD, arguments.port, device=device) as group, torch.inference_mode():
         all_to_all = make_all_to_all(kind, group, tokens)
@@ -110,7 +111,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 kv_cache=KVCache(config, tokens, row_length, which.dtype, device, static_shapes=True),
                 settings=VoteSettings(2, 2, 2),
                 group=None if transport is None else group,
-                device=CudaDevice(0),
+                device=CudaDevice(device.index),
                 carrier="thread" if way == "threads" else "greenlet",
                 graph_sizes=[tokens] if way == "graph" else (),
                 all2all=transport,
@@ -173,6 +174,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
     print("ROWS", json.dumps(rows), flush=True)
 
 
+def nccl_environment(rank: int, gpus: int) -> dict[str, str]:
+    """What NCCL has to be told: two ranks on one GPU must pass for two hosts, which then talk over sockets."""
+    if gpus >= WORLD:
+        return {}
+    return {"NCCL_HOSTID": f"host{rank}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def in_ms(seconds: list[float]) -> dict[str, float]:
     return {"median": statistics.median(seconds) * 1e3, "min": min(seconds) * 1e3, "max": max(seconds) * 1e3}
 
@@ -185,7 +193,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any
     from dbo_greenlet.ranks import serve_store
 
     store = serve_store()
-    shared = [f"--layers={arguments.layers}", f"--tokens={arguments.tokens}", f"--rounds={arguments.rounds}"]
+    shared = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "tokens", "rounds", "gpus")]
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, "--transport", kind, "--rank", str(rank), "--port", str(store.port), *shared],
@@ -207,7 +215,15 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any
     finally:
         for process in processes:
             process.kill()
-    return {name: {key: of_both([rank[name][key] for rank in told]) for key in row} for name, row in told[0].items()}
+    return {
+        named(name, arguments.gpus): {key: of_both([rank[name][key] for rank in told]) for key in row}
+        for name, row in told[0].items()
+    }
+
+
+def named(row: str, gpus: int) -> str:
+    """A row's name, which tells the rows of one GPU from those of more in a file that holds both."""
+    return row if gpus == 1 else f"{row}, {gpus} GPUs"
 
 
 def of_both(values: list[Any]) -> Any:
@@ -250,15 +266,15 @@ def as_report(rows: dict[str, dict[str, Any]], arguments: argparse.Namespace) ->
         "differs": ("differs", ".2g"),
     }
     table = Table(
-        f"The runner between two processes on one GPU: {about}",
+        f"The runner between two processes, on one GPU where no other number is named: {about}",
         ["transport, way", *(title for title, _ in shown.values())],
         [[name, *(cell(row.get(key), form) for key, (_, form) in shown.items())] for name, row in rows.items()],
     )
     said = [
-        "two processes take turns on the GPU: no claim about overlap, and the host of ht waits for turns",
+        "two processes take turns on one GPU: no claim about overlap from its rows, and the host of ht waits for turns",
         *wrong(rows),
     ]
-    numbers = {"rows": rows, "layers": arguments.layers, "tokens": arguments.tokens, "rounds": arguments.rounds}
+    numbers = {"rows": rows} | {name: getattr(arguments, name) for name in ("layers", "tokens", "rounds", "gpus")}
     report = asdict(Report([table], said, numbers))
     return {**report, "machine": machine(Bench(open_device(False), False))}
 
@@ -272,6 +288,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each rank")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--gpus", type=int, choices=(1, WORLD), help="default: one for each rank if there are")
     for hidden in ("--rank", "--port"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--transport", choices=TRANSPORTS, help=argparse.SUPPRESS)
@@ -282,8 +299,9 @@ def main() -> None:
     import torch
     from bench_gpu_common import print_report
 
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA device")
+    if (there := torch.cuda.device_count()) < (arguments.gpus or 1):
+        raise SystemExit(f"needs {arguments.gpus or 1} CUDA devices, and there are {there}")
+    arguments.gpus = arguments.gpus or min(there, WORLD)
     rows: dict[str, dict[str, Any]] = {}
     if arguments.merge is not None and arguments.merge.exists():
         rows = json.loads(arguments.merge.read_text())["numbers"]["rows"]

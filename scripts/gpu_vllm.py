@@ -1,4 +1,4 @@
-"""Real vLLM with data parallelism, expert parallelism, DeepEP and DBO on one GPU: with and without this package.
+"""Real vLLM, data and expert parallel, with DeepEP and DBO on one or two GPUs: with and without this package.
 
     python3 scripts/vllm_bundle.py unpack build/vllm
     python3 scripts/gpu_vllm.py --site build/vllm --json out/gpu_vllm.json ll-eager-8 ll-graph-8
@@ -6,9 +6,11 @@
     python scripts/gpu_vllm.py --json out/gpu_vllm.json --table
     python scripts/gpu_vllm.py --list
 
-A sitting fills the rows it is given and leaves the others of the file as they are. A session that fails or outlasts its
-limit is recorded as that, its processes are ended, and the next one runs. Needs a GPU with compute capability 9.0 and
-what scripts/vllm_bundle.py says; nothing of this is imported by the package or its tests.
+Where there are two GPUs, each of the two ranks has its own, unless `--gpus 1` has them share one. A sitting fills the
+rows it is given and leaves the others of the file as they are; what was found on one GPU stands beside what was found
+on two. A session that fails or outlasts its limit is recorded as that, its processes are ended, and the next one runs.
+Needs GPUs with compute capability 9.0 and what scripts/vllm_bundle.py says; nothing of this is imported by the package
+or its tests.
 
 Exit status 0 when every session did what its row says, 1 when one did not, 2 for wrong arguments.
 """
@@ -32,7 +34,7 @@ from typing import Any
 
 import gpu_vllm_rank
 from gpu_vllm_engine import uses_drop_in, write_model
-from gpu_vllm_rows import ROWS, Row, Session, model_config
+from gpu_vllm_rows import RANKS, ROWS, Row, Session, model_config, requests_of
 from gpu_vllm_table import tables
 
 # Alike in all processes. Read when modules are imported, so set before the parent of the ranks starts.
@@ -51,6 +53,11 @@ EVERYWHERE = {
     # Kernels that would need a compiler or a download.
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # No multicast over NVLink: no run needs it, and where other programs have a host's GPUs too, it is often off.
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
 GRACE_S = 4  # for the other rank, once one has failed
 LEAST_S = 25  # a session that has less than this is not started
@@ -61,16 +68,17 @@ class Sitting:
     """Runs sessions, one after the other or several at a time, and keeps the merged results on disk."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        self.deadline = time.monotonic() + arguments.minutes * 60  # the imports are part of it
         self.json = arguments.json
-        self.gpus = arguments.gpus
         self.checkpoint = arguments.checkpoint
         self.logs = arguments.logs
         self.scratch = Path()  # of each run
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.context = _parent_of_ranks(arguments.site)
+        self.context, found = _parent_of_ranks(arguments.site)
+        self.gpus = gpus_to_use(arguments.gpus, found)
+        print(f"{found} GPUs seen, {self.gpus} used", flush=True)
         self.port = 29600
         self.together = arguments.together
-        self.deadline = time.monotonic() + arguments.minutes * 60
 
     def run(self, rows: list[Row], only: list[str] | None) -> bool:
         """Run the rows' sessions; True if each did what its row says. `only` picks sessions by their first mode.
@@ -207,6 +215,7 @@ class Pair:
             "exit": codes,
             "wall_s": round((self.ended or time.monotonic()) - self.begin, 1),
             "gpus": self.job["gpus"],
+            "requests": requests_of(self.job["options"]),
             "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
             "ranks": ranks,
         }
@@ -236,10 +245,17 @@ def fault_problem(job: dict[str, Any], rank: dict[str, Any]) -> str | None:
     return None
 
 
-def _parent_of_ranks(site: Path) -> Any:
+def gpus_to_use(asked: int | None, found: int) -> int:
+    """One of its own for each rank where there are enough; what was asked for otherwise, which has to be there."""
+    if (asked or 1) > found:
+        raise SystemExit(f"--gpus {asked or 1}, and there are {found}")
+    return asked or min(found, RANKS)
+
+
+def _parent_of_ranks(site: Path) -> tuple[Any, int]:
     """A process that has imported vLLM once and from which every rank is forked: half a minute saved for each pair.
 
-    It has not touched CUDA, and no plug-in has been loaded in it.
+    It has not touched CUDA, and no plug-in has been loaded in it. Also returned is how many GPUs there are.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or not (site / "site" / "vllm").is_dir():
@@ -259,13 +275,14 @@ def _parent_of_ranks(site: Path) -> Any:
     context.set_forkserver_preload(["gpu_vllm_rank"])
     begin = time.monotonic()
     # The first process waits for the imports, which are no part of a session's time.
-    first = context.Process(target=os.getpid)
+    answer = context.SimpleQueue()
+    first = context.Process(target=gpu_vllm_rank.count_gpus, args=(answer,))
     first.start()
     first.join()
     if first.exitcode != 0:
         raise SystemExit(f"the parent of the ranks could not be started (exit status {first.exitcode})")
     print(f"vLLM imported in {time.monotonic() - begin:.0f} s", flush=True)
-    return context
+    return context, answer.get()
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -289,13 +306,31 @@ def merge(into: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def put(sessions: dict[str, Any], new: dict[str, Any]) -> None:
-    """Take a session in, in the place of older ones of the same modes; one that was done gives way only to another."""
-    rivals = [key for key, session in sessions.items() if set(session["modes"]) & set(new["modes"])]
+    """Take a session in, in the place of older ones of the same modes; one that was done gives way only to another.
+
+    A session on another number of GPUs, or with requests that the new one has not, stays beside it.
+    """
+    rivals = [
+        key
+        for key, session in sessions.items()
+        if set(session["modes"]) & set(new["modes"])
+        and session["gpus"] == new["gpus"]
+        and set(requests_of(session)) <= set(requests_of(new))
+    ]
     if new["status"] != "done" and any(sessions[key]["status"] == "done" for key in rivals):
         return
     for key in rivals:
         del sessions[key]
-    sessions[" + ".join(new["modes"])] = new
+    sessions[key_of(new)] = new
+
+
+def key_of(session: dict[str, Any]) -> str:
+    """What a session is filed under: the modes alone where both ranks had one GPU and 64 requests each."""
+    key = " + ".join(session["modes"])
+    requests = requests_of(session)
+    if session["gpus"] != 1:
+        key += f" on {session['gpus']} GPUs"
+    return key if requests == requests_of({}) else f"{key}, {' '.join(map(str, requests))} requests"
 
 
 def main() -> int:
@@ -305,7 +340,7 @@ def main() -> int:
     parser.add_argument("--site", type=Path, default=Path("build/vllm"), help="what vllm_bundle.py unpacked")
     parser.add_argument("--checkpoint", type=Path, help="folder of a trained checkpoint, for the accuracy rows")
     parser.add_argument("--logs", type=Path, default=Path("out/gpu_vllm_logs"))
-    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--gpus", type=int, choices=(1, RANKS), help="default: one for each rank if there are")
     parser.add_argument("--only", nargs="*", metavar="MODE", help="sessions whose first mode is one of these")
     parser.add_argument("--together", type=int, default=3, help="sessions side by side where time does not matter")
     parser.add_argument("--minutes", type=float, default=60, help="limit for the whole sitting (default 60)")

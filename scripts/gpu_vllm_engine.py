@@ -1,8 +1,8 @@
 """One rank's engine of real vLLM for scripts/gpu_vllm_rank.py: how it is set up, switched between modes and stepped.
 
-Two data-parallel ranks with expert parallelism and DeepEP run as two processes. On one GPU they pass for two hosts
-(NCCL refuses two ranks on one device of one host): each has its own NCCL_HOSTID and they talk over the loop-back
-device. `external_launcher` keeps engine core and worker in this process, where they can be measured.
+Two data-parallel ranks with expert parallelism and DeepEP run as two processes, with a GPU each or one for both. On one
+they pass for two hosts (NCCL refuses two ranks on one device of one host): each has its own NCCL_HOSTID and they talk
+over the loop-back device. `external_launcher` keeps engine core and worker in this process, where they can be measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_vllm_probe import Probe
-from gpu_vllm_rows import DROP_IN, DROP_IN_ONE_CORE, NO_DBO, THREADS_ONE_CORE
+from gpu_vllm_rows import DROP_IN, DROP_IN_ONE_CORE, NO_DBO, RANKS, THREADS_ONE_CORE, requests_of
 
 NEVER = 1 << 30  # a threshold, in tokens, that no batch reaches
 SPLIT_FROM = 4  # tokens; low, so that every step of a run is split
@@ -29,7 +29,7 @@ def environment(rank: int, job: dict[str, Any]) -> dict[str, str]:
     """The variables of one rank; those that are alike for all are set by the driver."""
     own = {
         "RANK": str(rank),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(RANKS),
         "LOCAL_RANK": str(rank) if job["gpus"] > 1 else "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job["port"]),
@@ -123,7 +123,7 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm import LLM
 
     graph, trained = job["execution"] == "graph", job["kind"] == "accuracy"
-    batch = job["options"].get("batch", 64)
+    sizes = sorted(requests_of(job["options"]))
     options: dict[str, Any] = {
         "model": job["model"],
         "load_format": "auto" if trained else "dummy",
@@ -131,13 +131,12 @@ def make_engine(job: dict[str, Any]) -> Any:
         "dtype": "bfloat16",
         "seed": 0,
         "tensor_parallel_size": 1,
-        "data_parallel_size": 2,
+        "data_parallel_size": RANKS,
         "enable_expert_parallel": True,
         "distributed_executor_backend": "external_launcher",
         "max_model_len": job["options"].get("max_model_len", 256),
-        "max_num_seqs": batch,
-        # DeepEP's low-latency kernels queue at most 511 tokens a rank.
-        "max_num_batched_tokens": job["options"].get("max_batched_tokens", 256),
+        "max_num_seqs": sizes[-1],
+        "max_num_batched_tokens": most_tokens(job),
         "kv_cache_memory_bytes": 2 << 30,
         "gpu_memory_utilization": 0.3,
         "enable_prefix_caching": False,
@@ -154,7 +153,7 @@ def make_engine(job: dict[str, Any]) -> Any:
         options["compilation_config"] = {
             "mode": 3 if job["execution"] == "compile" else 0,
             "cudagraph_mode": "FULL_DECODE_ONLY" if graph else "NONE",
-            "cudagraph_capture_sizes": [batch],
+            "cudagraph_capture_sizes": sizes,
         }
     if job["modes"] != [NO_DBO]:
         options |= {
@@ -163,6 +162,11 @@ def make_engine(job: dict[str, Any]) -> Any:
             "dbo_prefill_token_threshold": SPLIT_FROM,
         }
     return LLM(**options).llm_engine
+
+
+def most_tokens(job: dict[str, Any]) -> int:
+    """Of a step of one rank. DeepEP's low-latency kernels queue at most 511 a rank."""
+    return int(job["options"].get("max_batched_tokens", 256))
 
 
 def model_runner(engine: Any) -> Any:

@@ -28,11 +28,12 @@ from gpu_vllm_engine import (
     executed,
     make_engine,
     model_runner,
+    most_tokens,
     serve,
     uses_drop_in,
 )
 from gpu_vllm_probe import Probe, gpu_memory_mb, in_words, machine_facts, process_facts, quantiles
-from gpu_vllm_rows import DROP_IN, DROP_IN_ONE_CORE, INJECTED, NO_DBO
+from gpu_vllm_rows import DROP_IN, DROP_IN_ONE_CORE, INJECTED, NO_DBO, requests_of
 
 
 class Report:
@@ -78,6 +79,13 @@ def main(rank: int, job: dict[str, Any], result: str, log: str) -> None:
         sys.stderr.flush()
         # Neither vLLM's nor DeepEP's tear-down is under test, and both may wait for a peer that has gone.
         os._exit(code)
+
+
+def count_gpus(answer: Any) -> None:
+    """Put the number of GPUs that torch sees into a queue."""
+    import torch
+
+    answer.put(torch.cuda.device_count())
 
 
 def prepare(rank: int, job: dict[str, Any], report: Report) -> tuple[Probe, Modes, Any]:
@@ -141,14 +149,30 @@ def check_mode(job: dict[str, Any], mode: str, taken: dict[str, Any], by_drop_in
 
 
 def run_serve(rank: int, job: dict[str, Any], report: Report) -> None:
-    """Greedy tokens with log-probabilities, and times, of each mode in turn."""
+    """Greedy tokens with log-probabilities, and times, of each mode in turn, with each number of requests."""
+    prepared = prepare(rank, job, report)
+    first, *others = requests_of(job["options"])
+    report.add(modes=_take_turns(rank, job, prepared, first, rounds := job["options"].get("rounds", 3)))
+    at: dict[str, Any] = {}
+    for requests in others:
+        at[str(requests)] = _take_turns(rank, job, prepared, requests, max(2, rounds // 2))
+        report.add(modes_at=at)
+    report.add(stage="done", executed=executed(), after_serving=process_facts())
+    leave_together(rank)
+
+
+def _take_turns(
+    rank: int, job: dict[str, Any], prepared: tuple[Probe, Modes, Any], requests: int, rounds: int
+) -> dict[str, Any]:
+    """What each mode gave with so many requests in flight on each rank."""
     import torch
 
-    probe, modes, engine = prepare(rank, job, report)
-    options = job["options"]
+    probe, modes, engine = prepared
+    tokens, prefill = job["options"].get("tokens", 24), job["options"].get("phase") == "prefill"
+    # All prompts in one step: each of the steps after it decodes all requests.
+    length = min(job["options"].get("prompt", 4), most_tokens(job) // requests)
     generator = torch.Generator().manual_seed(100 + rank)
-    batch, tokens = options.get("batch", 64), options.get("tokens", 24)
-    prompts = torch.randint(10, 50000, (batch, options.get("prompt", 4)), generator=generator).tolist()
+    prompts = torch.randint(10, 50000, (requests, length), generator=generator).tolist()
     sampling = {"ignore_eos": True, "logprobs": 1}
     found: dict[str, dict[str, Any]] = {mode: defaultdict(list) for mode in job["modes"]}
 
@@ -162,25 +186,25 @@ def run_serve(rank: int, job: dict[str, Any], report: Report) -> None:
         if not keep:
             return
         here = found[mode]
-        here["answers"].append([_answer(outputs[index]) for index in range(batch)])
-        decode = steps[3:-1]  # the first ones hold prefills, the last one may be short
-        here["step_ms"] += [step["step_ms"] for step in decode]
-        here["forward_ms"] += [step["forward_ms"] for step in decode]
-        here["yields"] += [step["yields"] for step in decode]
+        here["answers"].append([_answer(outputs[index]) for index in range(requests)])
+        # The first steps hold prefills, the last one may be short.
+        timed = steps[:1] if prefill else steps[3:-1]
+        here["step_ms"] += [step["step_ms"] for step in timed]
+        here["forward_ms"] += [step["forward_ms"] for step in timed]
+        here["yields"] += [step["yields"] for step in timed]
         here["hand_offs_us"] += taken["hand_offs_us"]
         here["threads_started"].append(taken["threads_started"] / max(1, len(taken["forward_ms"])))
         here["most_threads"].append(taken["most_threads"])
 
     for mode in job["modes"]:
-        one_round(mode, f"warm {mode}", 8, keep=False)
-    for number in range(options.get("rounds", 3)):
+        one_round(mode, f"{requests} warm {mode}", 8, keep=False)
+    for number in range(rounds):
         # Every other round in the opposite order: what drifts must not favour the one that comes first.
         order = job["modes"] if number % 2 == 0 else job["modes"][::-1]
         for mode in order:
-            one_round(mode, f"{mode} {number}", tokens, keep=True)
-    summaries = {mode: _summary(values) for mode, values in found.items()}
-    report.add(stage="done", modes=summaries, executed=executed(), after_serving=process_facts())
-    leave_together(rank)
+            one_round(mode, f"{requests} {mode} {number}", tokens, keep=True)
+    print(f"rank {rank}: {requests} requests done", flush=True)
+    return {mode: _summary(values) for mode, values in found.items()}
 
 
 def _answer(output: Any) -> list[list[float]]:

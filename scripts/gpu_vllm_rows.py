@@ -21,6 +21,8 @@ DROP_IN = "drop-in"
 DROP_IN_ONE_CORE = "drop-in, one core"
 MODES = (NO_DBO, THREADS, THREADS_ONE_CORE, DROP_IN, DROP_IN_ONE_CORE)
 
+RANKS = 2  # of data and expert parallelism, a process each
+
 Session = tuple[str, ...]
 TOGETHER: tuple[Session, ...] = (MODES,)
 FOUR: tuple[Session, ...] = ((NO_DBO, THREADS, THREADS_ONE_CORE, DROP_IN),)
@@ -99,7 +101,9 @@ class Row:
 
     kind "serve" compares tokens and times modes, "fault" makes a microbatch fail and reads what the user reads,
     "accuracy" counts exact matches on a trained checkpoint. `seconds` is the limit for one session, `options` go to
-    the ranks as they are.
+    the ranks as they are: of "serve" rows, "requests" is how many a rank has in flight, several numbers being run one
+    after the other in the same engine, and "rounds" how often each mode has its turn with the first of them (half as
+    often with the others).
     """
 
     name: str
@@ -126,7 +130,23 @@ class Row:
         return {**asdict(self), "attention": self.attention, "shape": self.shape}
 
 
+def requests_of(options: dict[str, Any]) -> list[int]:
+    """How many requests a rank answers at once, each number in turn."""
+    return list(options.get("requests", (64,)))
+
+
 HIGH_THROUGHPUT = "deepep_high_throughput"
+SIZES = [64, 8, 256]
+# The step that takes the prompts is timed, not those that decode: 2 to 16 thousand tokens.
+PREFILL = {
+    "phase": "prefill",
+    "requests": [4, 1, 2, 8],
+    "prompt": 2048,
+    "tokens": 1,
+    "rounds": 16,
+    "max_model_len": 2304,
+    "max_batched_tokens": 16384,
+}
 # A part of the text of the error that starts it all, injected or DeepEP's own.
 INJECTED, TOO_DEEP = "layer 2 of the second microbatch failed, on purpose", "nvshmem_qp_depth"
 ONE = {"fault": "raise", "ranks": [0], "original": INJECTED}
@@ -137,11 +157,11 @@ QUEUE = {"fault": "start", "ranks": [0, 1], "original": TOO_DEEP, "max_batched_t
 ROWS: dict[str, Row] = {
     row.name: row
     for row in (
-        Row("ll-eager-8", "serve", TOGETHER, seconds=150, options={"rounds": 3}),
+        Row("ll-eager-8", "serve", TOGETHER, seconds=170, options={"rounds": 4, "requests": SIZES}),
         Row("ll-eager-27", "serve", FOUR, layers=27, seconds=180, options={"rounds": 2}),
         Row("ll-compile-8", "serve", PAIR, execution="compile", seconds=200, timed=False, options={"rounds": 2}),
-        Row("ll-graph-8", "serve", APART, execution="graph", options={"rounds": 2}),
-        Row("ll-graph-27", "serve", APART_PAIR, layers=27, execution="graph", seconds=100, options={"rounds": 2}),
+        Row("ll-graph-8", "serve", APART, execution="graph", seconds=90, options={"rounds": 4, "requests": SIZES}),
+        Row("ll-graph-27", "serve", APART, layers=27, execution="graph", seconds=100, options={"rounds": 3}),
         Row("ll-eager-qwen3-8", "serve", PAIR, family="qwen3-moe", timed=False, options={"rounds": 2}),
         Row(
             "ll-graph-qwen3-8",
@@ -154,6 +174,15 @@ ROWS: dict[str, Row] = {
         ),
         Row("ht-eager-8", "serve", FOUR, all2all=HIGH_THROUGHPUT, seconds=120, options={"rounds": 2}),
         Row("ht-eager-27", "serve", FOUR, layers=27, all2all=HIGH_THROUGHPUT, seconds=180, options={"rounds": 2}),
+        Row(
+            "ht-prefill-qwen3-8",
+            "serve",
+            FOUR,
+            family="qwen3-moe",
+            all2all=HIGH_THROUGHPUT,
+            seconds=100,
+            options=PREFILL,
+        ),
         Row("fault-one-rank", "fault", APART_PAIR, layers=4, timed=False, options=ONE),
         Row("fault-both-ranks", "fault", APART_PAIR, layers=4, timed=False, options=BOTH),
         Row("fault-both-ranks-ht", "fault", APART_PAIR, layers=4, all2all=HIGH_THROUGHPUT, timed=False, options=BOTH),

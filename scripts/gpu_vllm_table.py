@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_vllm_rows import DROP_IN, MODES, NO_DBO, THREADS
+from gpu_vllm_rows import DROP_IN, MODES, NO_DBO, RANKS, THREADS, requests_of
 
 BACKENDS = {"deepep_low_latency": "LL", "deepep_high_throughput": "HT"}
 EXECUTION = {"eager": "eager", "compile": "torch.compile", "graph": "full graph"}
+GPUS = {1: "one GPU", 2: "a GPU each"}  # of the ranks
 Modes = dict[str, list[dict[str, Any]]]  # mode -> what each rank found
 
 
@@ -19,7 +20,7 @@ def tables(results: dict[str, Any]) -> list[str]:
     parts = [_machine(rows)]
     for title, make in (
         ("Tokens and log-probabilities, threads beside drop-in", _tokens),
-        ("Host time of a decode step, 64 requests a rank", _times),
+        ("Host time of a step", _times),
         ("Capture and process", _process),
         ("Faults", _faults),
         ("Accuracy", _accuracy),
@@ -41,32 +42,57 @@ def _machine(rows: dict[str, Any]) -> str:
     ]
     if not facts:
         return "Nothing has been run."
-    dates = sorted({date.split()[0] for date, _, _ in facts})
-    _, gpus, machine = max(facts, key=lambda fact: fact[0])
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{gpus} {machine['gpu']} (driver {machine['driver']}), {machine['cores']} cores; {versions}; {when}."
+    lines = []
+    for gpus in sorted({gpus for _, gpus, _ in facts}):
+        dates = sorted({date.split()[0] for date, used, _ in facts if used == gpus})
+        machine = max((fact for fact in facts if fact[1] == gpus), key=lambda fact: fact[0])[2]
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        gpu = f"{gpus} {machine['gpu']} (driver {machine['driver']})"
+        lines.append(f"{gpu}, {machine['cores']} cores; {versions}; {when}.")
+    return "\n".join(lines)
 
 
-def modes_of(entry: dict[str, Any]) -> Modes:
-    """The modes of a row, over its sessions, that were done."""
+def modes_of(entry: dict[str, Any], gpus: int, requests: int) -> Modes:
+    """The modes of a row that were done on so many GPUs with so many requests a rank: each one's latest session."""
     found: Modes = {}
-    for session in entry["sessions"].values():
-        if session["status"] != "done":
+    for session in sorted(entry["sessions"].values(), key=lambda session: session["date"]):
+        known = requests_of(session)
+        if session["status"] != "done" or session["gpus"] != gpus or requests not in known:
             continue
+        of_ranks = [
+            rank.get("modes", {}) if requests == known[0] else rank.get("modes_at", {}).get(str(requests), {})
+            for rank in session["ranks"]
+        ]
         for mode in session["modes"]:
-            ranks = [rank["modes"][mode] for rank in session["ranks"] if mode in rank.get("modes", {})]
-            if len(ranks) == 2:
+            ranks = [modes[mode] for modes in of_ranks if mode in modes]
+            if len(ranks) == RANKS:
                 found[mode] = ranks
     return found
 
 
 def _of_kind(rows: dict[str, Any], kind: str) -> Iterator[tuple[str, dict[str, Any], Modes]]:
+    """Each row of that kind, by number of GPUs and of requests, and its modes."""
     for entry in rows.values():
         row = entry["row"]
-        if row["kind"] == kind:
-            name = f"{BACKENDS[row['all2all']]}, {EXECUTION[row['execution']]}"
-            yield (name if kind == "accuracy" else f"{name}, {row['shape']}"), entry, modes_of(entry)
+        if row["kind"] != kind:
+            continue
+        name = _name(row)
+        cases = {
+            (session["gpus"], requests) for session in entry["sessions"].values() for requests in requests_of(session)
+        }
+        for gpus, requests in sorted(cases):
+            words = [name, GPUS[gpus]] if kind == "accuracy" else [name, f"{requests} requests", GPUS[gpus]]
+            yield ", ".join(words), entry, modes_of(entry, gpus, requests)
+
+
+def _name(row: dict[str, Any]) -> str:
+    words = [BACKENDS[row["all2all"]], EXECUTION[row["execution"]]]
+    if row["kind"] != "accuracy":
+        words.append(row["shape"])
+    if row["options"].get("phase") == "prefill":
+        words.append(f"prefill, {row['options']['prompt']} tokens a request")
+    return ", ".join(words)
 
 
 def _tokens(rows: dict[str, Any]) -> Iterator[str]:
@@ -101,7 +127,7 @@ def _compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
 
 def _times(rows: dict[str, Any]) -> Iterator[str]:
     yield (
-        "| row | mode | model call, ms (p10 / p50 / p90) | step, ms (p50) | hand-off, us (p10 / p50 / p90) "
+        "| row | mode | model call, ms (p10 / p50 / p90) | step, ms (p10 / p50) | hand-off, us (p10 / p50 / p90) "
         "| yields a step | threads started a step |"
     )
     yield "|---|---|---|---|---|---|---|"
@@ -113,17 +139,16 @@ def _times(rows: dict[str, Any]) -> Iterator[str]:
                 started = ranks[0]["threads_started_per_step"]
                 cells = [
                     _three(ranks, "forward_ms"),
-                    _three(ranks, "step_ms", only="p50"),
+                    _three(ranks, "step_ms", ("p10", "p50")),
                     _three(ranks, "hand_off_us") if yields else "-",
                 ]
                 yield f"| {name} | {mode} | {' | '.join(cells)} | {yields:.0f} | {started:.0f} |"
 
 
-def _three(ranks: list[dict[str, Any]], what: str, only: str | None = None) -> str:
+def _three(ranks: list[dict[str, Any]], what: str, names: tuple[str, ...] = ("p10", "p50", "p90")) -> str:
     """Percentiles, the mean of the two ranks'."""
     if any(rank[what] is None for rank in ranks):
         return "-"
-    names = [only] if only else ["p10", "p50", "p90"]
     return " / ".join(f"{sum(rank[what][name] for rank in ranks) / len(ranks):.1f}" for name in names)
 
 
@@ -133,10 +158,11 @@ def _process(rows: dict[str, Any]) -> Iterator[str]:
         "| resident, MB | of it private, MB | threads at rest / most in a step |"
     )
     yield "|---|---|---|---|---|---|---|---|"
-    for name, entry, _ in _of_kind(rows, "serve"):
+    for entry in rows.values():
         for session in entry["sessions"].values():
-            if session["status"] != "done" or len(session["modes"]) > 1:
+            if entry["row"]["kind"] != "serve" or session["status"] != "done" or len(session["modes"]) > 1:
                 continue
+            name = f"{_name(entry['row'])}, {GPUS[session['gpus']]}"
             (mode,) = session["modes"]
             rank = session["ranks"][0]
             captures = ", ".join(f"{seconds:.2f}" for seconds in rank["captures_s"]) or "-"
@@ -159,17 +185,18 @@ FAULTS = {
 
 
 def _faults(rows: dict[str, Any]) -> Iterator[str]:
-    yield "| fault | mode | what the caller of the engine gets | after | printed by a thread | rank 1 |"
-    yield "|---|---|---|---|---|---|"
+    yield "| fault | ranks on | mode | what the caller of the engine gets | after | printed by a thread | rank 1 |"
+    yield "|---|---|---|---|---|---|---|"
     for name in FAULTS:
         sessions = rows[name]["sessions"].values() if name in rows else ()
-        for session in sorted(sessions, key=lambda session: MODES.index(session["modes"][0])):
+        for session in sorted(sessions, key=lambda session: (session["gpus"], MODES.index(session["modes"][0]))):
             first, second = session["ranks"]
             gets, after = _fate(first, session)
             other, other_after = _fate(second, session)
             printed = "; ".join(f"`{_cell(text)}`" for text in first.get("printed_by_threads", [])) or "-"
             other = "the same" if other == gets else f"{other}, {other_after}"
-            yield f"| {FAULTS[name]} | {', '.join(session['modes'])} | {gets} | {after} | {printed} | {other} |"
+            where, modes = GPUS[session["gpus"]], ", ".join(session["modes"])
+            yield f"| {FAULTS[name]} | {where} | {modes} | {gets} | {after} | {printed} | {other} |"
 
 
 def _fate(rank: dict[str, Any], session: dict[str, Any]) -> tuple[str, str]:
@@ -212,11 +239,12 @@ def _accuracy(rows: dict[str, Any]) -> Iterator[str]:
 
 
 def _not_done(rows: dict[str, Any]) -> Iterator[str]:
-    yield "| row | modes | status | error |"
-    yield "|---|---|---|---|"
+    yield "| row | ranks on | modes | status | error |"
+    yield "|---|---|---|---|---|"
     for name, entry in rows.items():
         for session in entry["sessions"].values():
             if session["status"] != "done":
                 errors = [rank["error"][0] for rank in session["ranks"] if rank.get("error")]
                 error = _cell(errors[0]) if errors else ""
-                yield f"| {name} | {', '.join(session['modes'])} | {session['status']} | {error} |"
+                where, modes = GPUS[session["gpus"]], ", ".join(session["modes"])
+                yield f"| {name} | {where} | {modes} | {session['status']} | {error} |"

@@ -1,4 +1,4 @@
-"""DeepEP and NCCL between two processes on one GPU. Run where there is one: python -m pytest -m gpu tests/gpu"""
+"""DeepEP and NCCL between two processes, on one GPU or with one each. Run there: python -m pytest -m gpu tests/gpu"""
 
 from __future__ import annotations
 

@@ -8,15 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import vllm_bundle
-from gpu_vllm import Pair, Sitting, merge, put
+from gpu_vllm import Pair, Sitting, gpus_to_use, merge, put
+from gpu_vllm_engine import environment
 from gpu_vllm_probe import in_words, quantiles
 from gpu_vllm_rows import FAMILIES, MODES, ROWS, model_config
 from gpu_vllm_table import FAULTS, tables
 
 
-def session(*modes, status="done", **rank):
+def session(*modes, status="done", gpus=1, date="2026-01-02 03:04", requests=(64,), **rank):
     ranks = [{"rank": number, **rank} for number in (0, 1)]
-    return {"modes": list(modes), "status": status, "ranks": ranks, "gpus": 1, "date": "2026-01-02 03:04"}
+    held = {"modes": list(modes), "status": status, "ranks": ranks, "gpus": gpus, "date": date}
+    return held | {"requests": list(requests)}
 
 
 def served(answers, **times):
@@ -128,13 +130,33 @@ class TestFaults:
             rank.update(after_s=1.0, printed_by_threads=[])
         held = {"rows": {row: {"row": ROWS[row].describe(), "sessions": {mode: failed}}}}
         (last,) = [part for part in tables(held) if part.startswith("**Not done**")]
-        assert f"| {row} | {mode} | failed | not what the row says: " in last and words.replace("`", "'") in last
+        assert f"| {row} | one GPU | {mode} | failed | not what the row says: " in last
+        assert words.replace("`", "'") in last
 
     def test_a_rank_that_died_is_no_success(self, tmp_path):
         assert (
             self.outcome(tmp_path, "fault-both-ranks", "threads", [OTHER_READ, OTHER_READ], [0, 1])["status"]
             == "failed"
         )
+
+
+class TestGpus:
+    @pytest.mark.parametrize("asked, found, used", [(None, 1, 1), (None, 2, 2), (None, 8, 2), (1, 2, 1), (2, 2, 2)])
+    def test_each_rank_has_its_own_where_there_are_two(self, asked, found, used):
+        assert gpus_to_use(asked, found) == used
+
+    @pytest.mark.parametrize("asked, found", [(2, 1), (None, 0), (1, 0)])
+    def test_more_than_there_are_is_refused(self, asked, found):
+        with pytest.raises(SystemExit, match=f"there are {found}"):
+            gpus_to_use(asked, found)
+
+    def test_only_ranks_that_share_one_pass_for_two_hosts(self):
+        job = {"gpus": 1, "port": 1, "scratch": "s", "modes": ["threads"]}
+        shared, apart = ([environment(rank, job | {"gpus": gpus}) for rank in (0, 1)] for gpus in (1, 2))
+        assert [one["LOCAL_RANK"] for one in shared] == ["0", "0"]
+        assert len({one["NCCL_HOSTID"] for one in shared}) == 2
+        assert [one["LOCAL_RANK"] for one in apart] == ["0", "1"]
+        assert not any(name.startswith("NCCL") for one in apart for name in one)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -176,6 +198,33 @@ class TestMerging:
             put(held, one)
         assert list(held) == ["no DBO + threads + drop-in"]
 
+    def test_one_gpu_and_two_stand_side_by_side(self):
+        into = results("ll-graph-8", session("threads"), session("drop-in", gpus=2))
+        merge(into, results("ll-graph-8", session("threads", gpus=2), session("drop-in", status="failed", gpus=2)))
+        held = into["rows"]["ll-graph-8"]["sessions"]
+        assert {key: (one["gpus"], one["status"]) for key, one in held.items()} == {
+            "threads": (1, "done"),
+            "drop-in on 2 GPUs": (2, "done"),
+            "threads on 2 GPUs": (2, "done"),
+        }
+
+    def test_what_had_other_numbers_of_requests_is_kept(self):
+        held = {}
+        more, fewer = session("threads", requests=(64, 8)), session("threads", requests=(8,))
+        for one in (session("threads"), more, fewer):
+            put(held, one)
+        assert list(held.values()) == [more, fewer]
+
+    def test_a_file_from_before_requests_were_recorded(self):
+        old = session("threads")
+        del old["requests"]
+        held = {}
+        put(held, old)
+        put(held, session("threads", status="failed"))
+        assert list(held) == ["threads"]
+        put(held, new := session("threads"))
+        assert list(held.values()) == [new]
+
     def test_rows_of_both_files_are_kept(self):
         into = results("ll-graph-8", session("threads"))
         merge(into, results("ll-graph-8", session("drop-in")))
@@ -202,6 +251,28 @@ class TestTables:
         text = self.table(SAME, OTHER)
         assert "2 of 4; first token 4, its log-probability within 0.50" in text
         assert "identical (" not in text
+
+    def test_numbers_of_gpus_and_of_requests_are_never_mixed(self):
+        half, full = SAME[:1], SAME
+        one = session("threads", "drop-in", modes={"threads": served(SAME), "drop-in": served(OTHER)})
+        modes = {"threads": served(full), "drop-in": served(full)}
+        modes_at = {"8": {"threads": served(half), "drop-in": served(half)}}
+        two = session("threads", "drop-in", gpus=2, requests=(64, 8), modes=modes, modes_at=modes_at)
+        lines = "\n".join(tables(results("ll-compile-8", one, two))).splitlines()
+        first, second, third = [line for line in lines if "2 of 4" in line or "identical (" in line]
+        assert "64 requests, one GPU |" in first and "2 of 4" in first
+        assert "8 requests, a GPU each |" in second and "identical (2 requests)" in second
+        assert "64 requests, a GPU each |" in third and "identical (4 requests)" in third
+
+    def test_times_are_those_of_their_case(self):
+        quick, slow = ({"p10": ms, "p50": ms + 1, "p90": ms + 2, "count": 9} for ms in (10.0, 20.0))
+        modes = dict.fromkeys(("no DBO", "drop-in"), served(SAME, step_ms=quick, forward_ms=quick))
+        modes_at = {"256": dict.fromkeys(modes, served(SAME, step_ms=slow, forward_ms=slow))}
+        one = session(*modes, gpus=2, requests=(4, 256), modes=modes, modes_at=modes_at)
+        text = "\n".join(tables(results("ht-prefill-qwen3-8", one)))
+        name = "HT, eager, Qwen3-MoE, 8 layers, prefill, 2048 tokens a request"
+        assert f"| {name}, 4 requests, a GPU each | no DBO | 10.0 / 11.0 / 12.0 | 10.0 / 11.0 |" in text
+        assert f"| {name}, 256 requests, a GPU each | no DBO | 20.0 / 21.0 / 22.0 | 20.0 / 21.0 |" in text
 
     def test_an_error_without_its_causes_text_shows_the_cause(self):
         read = [
