@@ -40,12 +40,12 @@ from .devices import Device, cpu_device
 from .errors import (
     ConfigurationError,
     GraphCaptureError,
-    ScheduleDivergence,
     SchedulerInternalError,
 )
 from .microbatch import UBatchContext, make_ubatch_contexts
 from .policy import Policy
 from .rank_failures import RankLink, failing_together
+from .rank_schedules import compare_with_ranks
 from .schedule import Schedule
 from .scheduler import Scheduler
 from .step_graphs import CapturedStep, StepGraphs, open_pool
@@ -76,8 +76,8 @@ class Runner:
         policy, carrier, strict, thread_state, watchdog, instruments: see `Scheduler`.
         max_requests: requests (padding included) of the largest step. A larger one makes new buffers; captured graphs
             keep theirs.
-        compare_schedules: after each split step, compare its schedule hash with the other ranks'. It costs a small
-            all-gather a step.
+        compare_schedules: after each split step, compare its schedule hash with the other ranks' (`rank_schedules`). It
+            costs a small all-gather a step.
         inference_mode: wrap each step in `torch.inference_mode()`: once, round all microbatches.
         graph_sizes: steps in which every request has one new token are padded, tokens and requests, to the next of
             these sizes, and run as a graph once `capture_graphs` was called. The same on every rank. Padding can leave
@@ -191,7 +191,7 @@ class Runner:
                 `RankFailedError` naming this one.
             RankFailedError: another rank failed, died or stalled. A replay returns before it ran: who reads its output
                 asks the group (`wait_for_device`) first.
-            ScheduleDivergence: with `compare_schedules`, another rank took other decisions in this step.
+            ScheduleDivergence: with `compare_schedules`, a rank took other decisions in this step; it names the rank.
             BrokenGroupError: the group is broken since an earlier step.
             ConfigurationError: an unknown mode.
         """
@@ -340,17 +340,8 @@ class Runner:
         return self._contexts
 
     def _compare(self, schedule: Schedule) -> None:
-        if self.group is None or not self._compare_schedules:
-            return
-        # 60 of the hash's 64 bits: a row holds signed numbers.
-        mine = int(schedule.hash, 16) >> 4
-        hashes = self.group.exchange(torch.tensor([mine], dtype=torch.int64))[:, 0].tolist()
-        other = next((rank for rank, value in enumerate(hashes) if value != mine), None)
-        if other is not None:
-            raise ScheduleDivergence(
-                f"rank {self.group.rank} and rank {other} ran this step in different orders: the hashes of their "
-                f"schedules begin with {mine:015x} and {hashes[other]:015x}; are policy and model the same on both?"
-            )
+        if self.group is not None and self._compare_schedules:
+            compare_with_ranks(self.group, schedule)
 
     def _make_buffers(self, max_requests: int) -> UBatchBuffers:
         # Ordinary tensors even if the caller is in inference mode: steps of either kind write to them.

@@ -49,7 +49,13 @@ def run(
     rule: Annotated[
         str, typer.Option("--rule", "--vote-rule", help="Voting rule of vLLM's model runner: v1 or v2.")
     ] = _DEFAULT.rule,
-    policy: Annotated[str, typer.Option(help="Which microbatch goes next: round_robin.")] = _DEFAULT.policy,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Which microbatch goes next: round_robin, in_turn, phase_offset:YIELDS, random:SEED or "
+            "pct:SEED,depth=D,length=DECISIONS."
+        ),
+    ] = _DEFAULT.policy,
     carrier: Annotated[str, typer.Option(help="What carries a microbatch: greenlet or thread.")] = _DEFAULT.carrier,
     all2all: Annotated[
         str,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError, TraceFileError
+from ..policies import policy_from_text
 from ..schedule import Schedule
 from .requests import Request
 
@@ -32,7 +33,8 @@ ALL2ALLS = ("auto", "loopback", "torch", "nccl", "deepep_ll", "deepep_ht")
 DEEPEP = ("deepep_ll", "deepep_ht")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
-POLICIES = ("round_robin",)
+# Of more than two microbatches. Two do so under every policy: each, before it sends, receives what the other has sent.
+ONE_RECEIVE_AT_A_TIME = ("round_robin", "in_turn")
 RUN_OF_CARRIER = {"greenlet": "dbo", "thread": "thread"}
 # The runs whose decode steps are graphs, and the eager ones they are compared with.
 GRAPH_RUNS = {"dbo-graph": "dbo", "unsplit-graph": "unsplit"}
@@ -68,7 +70,8 @@ class Settings:
     Attributes:
         ranks: processes, each with its block of the routed experts and its share of the requests.
         num_microbatches, decode_threshold, prefill_threshold, rule: see `batching.VoteSettings`.
-        policy, carrier, strict: see `Scheduler`.
+        policy: who goes next, as text (`policies.names`). In graphs it has its say when they are captured.
+        carrier, strict: see `Scheduler`.
         all2all: "torch" (torch.distributed with messages of exact size, also for one rank), "nccl" (torch.distributed
             on GPUs with messages of one size, so that steps can be graphs), "deepep_ll" and "deepep_ht" (DeepEP's
             low-latency and high-throughput kernels), "loopback" (one rank) or "auto" (the loopback for one rank, torch
@@ -130,7 +133,6 @@ class Settings:
                 f"--rank-timeout is {self.rank_timeout}; use more than 0 and at most {MAX_RANK_TIMEOUT:.0f} seconds"
             )
         for flag, chosen, known in (
-            ("--policy", self.policy, POLICIES),
             ("--carrier", self.carrier, tuple(RUN_OF_CARRIER)),
             ("--all2all", self.all2all, ALL2ALLS),
             ("--device", self.device, DEVICES),
@@ -138,6 +140,7 @@ class Settings:
         ):
             if chosen not in known:
                 raise ConfigurationError(f"{flag} is {chosen!r}; use one of {', '.join(known)}")
+        policy_from_text(self.policy, setting="--policy")
         n = self.num_microbatches
         if not 1 <= n <= min(self.decode_threshold, self.prefill_threshold) or self.rule not in ("v1", "v2"):
             # Something is wrong with the vote, and what it is is said in one place, which needs torch.
@@ -171,6 +174,12 @@ class Settings:
             raise ConfigurationError(
                 f"--max-num-batched-tokens is {self.token_budget}, but DeepEP's low-latency kernels take at most "
                 f"{LOW_LATENCY_TOKENS} tokens of a rank at once; use {LOW_LATENCY_TOKENS} or less"
+            )
+        if self.all2all == "deepep_ll" and self.num_microbatches > 2 and self.policy not in ONE_RECEIVE_AT_A_TIME:
+            raise ConfigurationError(
+                f"--policy is {self.policy!r}: DeepEP's low-latency kernels take one receive at a time, to which "
+                f"{self.num_microbatches} microbatches (--num-microbatches) keep only under "
+                f"{' or '.join(ONE_RECEIVE_AT_A_TIME)}"
             )
 
     @property

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..batching import VoteSettings
 from ..errors import CheckpointError, ConfigurationError, PolicyError, PromptFileError, ReplayMismatch
 from ..moe import DeepseekV2Config, DeepseekV2Model, Tokenizer, load_model, model_hash
-from ..policy import RoundRobin, Scripted
+from ..policies import policy_from_text
+from ..policy import Scripted
 from ..runner import Runner, StepOutput
 from ..trace.recorder import StepRecorder, make_header
 from ..trace.schema import EndRecord, PromptRecord, StepRecord, to_json
@@ -228,7 +229,7 @@ class Rank:
             settings=self.votes,
             group=self.group,
             device=self.device,
-            policy=RoundRobin(),
+            policy=policy_from_text(settings.policy),
             carrier=each.carrier,
             strict=settings.strict,
             instruments=(self.recorder, self.clock),

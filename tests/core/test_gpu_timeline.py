@@ -14,22 +14,44 @@ from hypothesis import strategies as st
 from dbo_greenlet import Scheduler, make_ubatch_contexts
 from dbo_greenlet import yields as y
 from dbo_greenlet.devices import cpu_device
+from dbo_greenlet.devices.virtual import VirtualDevice, VirtualEvent, VirtualStream
 from dbo_greenlet.errors import ConfigurationError, MicrobatchFailed
 from dbo_greenlet.gpu_timeline import GpuTimeline, GpuTimelineError, StepEvents, Stretch
 from dbo_greenlet.gpu_times import as_records
 from dbo_greenlet.microbatch import UBatchContext
 from dbo_greenlet.trace import HeaderRecord, TraceWriter, gpu_use, read_trace
-from tests.core.virtual_gpu import VirtualGpu, VirtualStream
+
+
+class Counting(VirtualDevice):
+    """Counts the timing events that were made."""
+
+    timing_events = 0
+
+    def new_timing_event(self) -> VirtualEvent:
+        self.timing_events += 1
+        return super().new_timing_event()
 
 
 class Bench:
     """A virtual GPU, its timeline, and two streams."""
 
     def __init__(self, **settings: Any) -> None:
-        self.gpu = VirtualGpu()
-        self.timeline = GpuTimeline(self.gpu, clock=self.gpu.clock, capturing=self.gpu.capturing, **settings)
-        self.compute: VirtualStream = self.gpu.default
+        self.gpu = Counting()
+        self.timeline = GpuTimeline(self.gpu, clock=self.clock, capturing=self.gpu.capturing, **settings)
+        self.compute: VirtualStream = self.gpu.default_stream
         self.comm = self.gpu.new_stream("comm")
+        self.ask = 0.0  # microseconds that a look at the clock takes
+
+    def clock(self) -> int:
+        """The host's nanoseconds; its microsecond 0 is 5 ms."""
+        self.gpu.host(self.ask)
+        return self.gpu.clock() + 5_000_000
+
+    def work(self, length: float, stream: VirtualStream | None = None) -> None:
+        self.gpu.work("work", length, stream=stream)
+
+    def records(self) -> int:
+        return sum(each.kind == "record" for each in self.gpu.program.operations)
 
     def contexts(self, count: int) -> list[UBatchContext]:
         return make_ubatch_contexts(count, self.compute, self.comm, device=self.gpu)
@@ -44,7 +66,10 @@ class Bench:
     def capture(
         self, *entries: Callable[[], Any], streams: list[VirtualStream] | None = None
     ) -> tuple[StepEvents, Callable[[], None]]:
-        """The events of a captured step, and what replays it; run eagerly before, as a warm-up does."""
+        """The events of a captured step, and what replays it; run eagerly before, as a warm-up does.
+
+        The program then holds the captured step only.
+        """
         contexts = self.contexts(len(entries))
         events = self.timeline.captured(contexts)
 
@@ -52,18 +77,19 @@ class Bench:
             Scheduler().run(list(entries), contexts, bracket=events)
 
         step()
-        self.gpu.host.now = max(self.gpu.host.now, 10_000)
+        self.gpu.host(max(0, 10_000 - self.gpu.now))
+        self.gpu.program.clear()
         return events, self.gpu.capture(step, [self.compute, self.comm] if streams is None else streams)
 
     def layer(self, attention: float, dispatch: float, experts: float) -> Callable[[], None]:
         """Attention, a dispatch on the comm stream, experts behind it."""
 
         def entry() -> None:
-            self.gpu.work(attention)
+            self.work(attention)
             y.dbo_yield_and_switch_from_compute_to_comm("layer0.before_dispatch")
-            self.gpu.work(dispatch)
+            self.work(dispatch)
             y.dbo_switch_to_compute_sync()
-            self.gpu.work(experts)
+            self.work(experts)
             y.dbo_yield("layer0.before_combine")
 
         return entry
@@ -113,27 +139,26 @@ def test_use_and_overlap_of_random_steps(parts: list[list[tuple[int, int, int, i
 
     def model(layers: list[tuple[int, int, int, int]]) -> None:
         for layer, (attention, dispatch, experts, combine) in enumerate(layers):
-            bench.gpu.work(attention)
+            bench.work(attention)
             y.dbo_yield_and_switch_from_compute_to_comm(f"layer{layer}.before_dispatch")
-            bench.gpu.work(dispatch)
+            bench.work(dispatch)
             y.dbo_switch_to_compute_sync()
-            bench.gpu.work(experts)
+            bench.work(experts)
             y.dbo_yield_and_switch_from_compute_to_comm(f"layer{layer}.before_combine")
-            bench.gpu.work(combine)
+            bench.work(combine)
             y.dbo_yield_and_switch_from_comm_to_compute(f"layer{layer}.combine")
 
     bench = Bench()
     entries = [partial(model, layers) for layers in parts]
     if graph:
         events, replay = bench.capture(*entries)
-        bench.gpu.host.ran.clear()
         replay()
         events.replayed()
     else:
         events = bench.run(*entries)
     busy: dict[str, set[int]] = {"compute": set(), "comm": set()}
-    for stream, begin, end in bench.gpu.host.ran:
-        busy[stream].update(range(round(begin), round(end)))
+    for lane in bench.gpu.lanes():
+        busy[lane.stream].update(range(round(lane.begin), round(lane.end)))
     use = gpu_use(as_records(events.read(), step=0))
     assert (use.compute, use.comm) == (len(busy["compute"]), len(busy["comm"]))
     assert use.both == len(busy["compute"] & busy["comm"])
@@ -142,19 +167,19 @@ def test_use_and_overlap_of_random_steps(parts: list[list[tuple[int, int, int, i
 def test_neighbouring_slices_share_an_event_and_steps_use_them_again() -> None:
     bench = Bench()
     for _ in range(3):
-        before = bench.gpu.host.records
+        before = bench.records()
         events = bench.run(bench.layer(1, 1, 1), bench.layer(1, 1, 1))
         # Six slices: seven on compute, and two waits there; on comm a wait and an end for each of two uses.
         assert events.count == 7 + 2 + 4
-        assert bench.gpu.host.records - before == events.count + 2 + 2  # the contexts' own events
-    assert len(bench.gpu.events) == events.count
+        assert bench.records() - before == events.count + 2 + 2  # the contexts' own events
+    assert bench.gpu.timing_events == events.count
 
 
 def test_a_model_that_does_not_switch_has_no_comm_times_unless_every_slice_is_asked_for() -> None:
     def entry() -> None:
-        bench.gpu.work(10)
+        bench.work(10)
         y.dbo_yield("a")
-        bench.gpu.work(7, bench.comm)  # behind the back of the contexts
+        bench.work(7, bench.comm)  # behind the back of the contexts
 
     bench = Bench()
     events = bench.run(entry, entry)
@@ -168,18 +193,18 @@ def test_a_model_that_does_not_switch_has_no_comm_times_unless_every_slice_is_as
 def test_which_slices_use_the_comm_stream() -> None:
     def entry() -> None:
         y.dbo_switch_to_comm()
-        bench.gpu.work(5)
+        bench.work(5)
         y.dbo_yield("on comm")
-        bench.gpu.work(6)
+        bench.work(6)
         y.dbo_yield("still there")
         y.dbo_switch_to_compute()
-        bench.gpu.work(1)
+        bench.work(1)
 
     def without_a_wait() -> None:
         y.dbo_switch_to_comm()
-        bench.gpu.work(7)
+        bench.work(7)
         y.dbo_yield_and_switch_from_comm_to_compute("back")
-        bench.gpu.work(1)
+        bench.work(1)
 
     bench = Bench()
     events = bench.run(entry)
@@ -193,10 +218,10 @@ def test_only_the_first_wait_of_a_slice_is_a_wait() -> None:
     """What the slice ran before a later wait would count as waiting otherwise."""
 
     def entry() -> None:
-        bench.gpu.work(10, bench.comm)
+        bench.work(10, bench.comm)
         y.dbo_switch_to_compute_sync()
-        bench.gpu.work(5)
-        bench.gpu.work(20, bench.comm)
+        bench.work(5)
+        bench.work(20, bench.comm)
         y.dbo_switch_to_compute_sync()
 
     bench = Bench()
@@ -217,7 +242,7 @@ def test_each_replay_has_times_of_its_own() -> None:
     first = events.read()
     assert [t.compute.end for t in first] == [100, 180, 210, 420, 420, 420]
     where = events.anchor().begin_ns
-    bench.gpu.work(1000, bench.compute)  # lies before the next replay
+    bench.work(1000, bench.compute)  # lies before the next replay
     replay()
     events.replayed()
     assert events.read() == first
@@ -267,7 +292,7 @@ def test_a_graph_that_was_not_launched_after_all() -> None:
 
 def test_a_failed_step_keeps_what_was_measured_and_the_next_one_works() -> None:
     def fails() -> None:
-        bench.gpu.work(10)
+        bench.work(10)
         y.dbo_yield_and_switch_from_compute_to_comm("layer0.before_dispatch")
         raise ZeroDivisionError
 
@@ -293,9 +318,9 @@ def test_a_cpu_has_no_timeline() -> None:
 
 def test_the_anchor_is_exact_to_half_a_round_trip() -> None:
     bench = Bench()
-    bench.gpu.host.now = 1000
+    bench.gpu.host(1000)
     events = bench.run(bench.layer(100, 50, 30))
-    bench.gpu.host.ask = 8  # the clock is read 8 us after the call: once before the event, once behind it
+    bench.ask = 8  # the clock is read 8 us after the call: once before the event, once behind it
     anchor = events.anchor()
     # The step begins at 1000 us of a clock that begins at 5000.
     assert abs(anchor.begin_ns / 1000 - 6000) <= anchor.error
@@ -304,8 +329,8 @@ def test_the_anchor_is_exact_to_half_a_round_trip() -> None:
 
 def test_records_are_read_back_as_they_were(tmp_path: Path) -> None:
     bench = Bench()
-    origin = bench.gpu.clock()
-    bench.gpu.host.now = 250
+    origin = bench.clock()
+    bench.gpu.host(250)
     events, replay = bench.capture(bench.layer(100, 50, 30), bench.layer(80, 200, 40))
     replay()
     events.replayed()

@@ -8,6 +8,7 @@ import pytest
 
 from dbo_greenlet.errors import ConfigurationError, TraceFileError
 from dbo_greenlet.job.spec import CLOSE_CALLS, DTYPES, Settings, passes_of
+from dbo_greenlet.policies import policy_from_text, text_of
 from tests.job.command import in_process, one_sentence
 
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "token_budget": 256}
@@ -31,6 +32,29 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "token_budget":
             "--max-num-batched-tokens is 511, but DeepEP's low-latency kernels take at most 510 tokens of a rank at "
             "once; use 510 or less",
         ),
+        (
+            [
+                *(
+                    "--all2all",
+                    "deepep_ll",
+                    "--device",
+                    "cuda",
+                    "--dtype",
+                    "bfloat16",
+                    "--max-num-batched-tokens",
+                    "256",
+                ),
+                *("--num-microbatches", "3", "--policy", "phase_offset:2"),
+            ],
+            "--policy is 'phase_offset:2': DeepEP's low-latency kernels take one receive at a time, to which 3 "
+            "microbatches (--num-microbatches) keep only under round_robin or in_turn",
+        ),
+        (
+            ["--policy", "phase_offset"],
+            "--policy is 'phase_offset'; use one of round_robin, in_turn, phase_offset:YIELDS",
+        ),
+        (["--policy", "random:-1"], "--policy is 'random:-1'; use one of round_robin, in_turn, phase_offset:YIELDS"),
+        (["--policy", "pct:1,depth=0"], "--policy is 'pct:1,depth=0': a depth of 0; use a whole number, 1 or more"),
         (["--all2all", "pigeon"], "use one of auto, loopback, torch, nccl, deepep_ll, deepep_ht"),
         (["--gpu-timeline", "--trace", "t.jsonl"], "--gpu-timeline times a GPU, --device is cpu; use --device cuda"),
         (
@@ -63,6 +87,22 @@ def test_the_default_of_the_token_budget_is_one_that_low_latency_takes(monkeypat
 @pytest.mark.parametrize("all2all", ["deepep_ll", "deepep_ht", "nccl"])
 def test_what_can_work_on_a_gpu_is_not_refused(all2all: str) -> None:
     Settings(all2all=all2all, **ON_GPU).check()
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "in_turn", "phase_offset:2", "random:7", "pct:7,depth=3,length=40"])
+def test_policies_are_written_down_and_read_back(policy: str) -> None:
+    settings = Settings(policy=policy)
+    settings.check()
+    read = Settings.from_json(settings.as_json())
+    assert read == settings and text_of(policy_from_text(read.policy)) == policy
+    # Two microbatches keep to one receive at a time under all of them.
+    Settings(policy=policy, all2all="deepep_ll", **ON_GPU).check()
+
+
+def test_a_policy_of_a_later_version_in_a_trace_is_refused() -> None:
+    data = {**Settings().as_json(), "policy": "longest_first"}
+    with pytest.raises(ConfigurationError, match="--policy is 'longest_first'; use one of round_robin"):
+        Settings.from_json(data).check()
 
 
 @pytest.mark.parametrize(
