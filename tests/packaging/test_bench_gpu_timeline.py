@@ -10,26 +10,26 @@ import torch
 from bench_gpu_common import Bench, spread
 
 from dbo_greenlet.devices import cpu_device
+from dbo_greenlet.devices.virtual import VirtualDevice
 from dbo_greenlet.gpu_timeline import GpuTimeline, Stretch
 from dbo_greenlet.gpu_times import SliceTimes
-from tests.core.virtual_gpu import VirtualGpu
 
 
 @pytest.fixture
 def rig() -> script.Rig:
     """The script's work on a GPU whose clock is a number."""
     rig = object.__new__(script.Rig)
-    rig.device = VirtualGpu()
+    rig.device = VirtualDevice()
     rig.comm = rig.device.new_stream("comm")
     rig.inputs = [torch.ones(2, 2), torch.full((2, 2), 3.0)]
-    rig.sleep = rig.device.work
+    rig.sleep = lambda microseconds: rig.device.work("sleep", microseconds)
     return rig
 
 
 def times_of(rig: script.Rig, model: str, **settings: bool) -> tuple[list[SliceTimes], int]:
     gpu = rig.device
     timeline = GpuTimeline(gpu, clock=gpu.clock, capturing=gpu.capturing, **settings)
-    run, events = rig.step(getattr(rig, model), gpu.default, timeline, graph=False)
+    run, events = rig.step(getattr(rig, model), gpu.default_stream, timeline, graph=False)
     run()
     return events.read(), events.count
 
