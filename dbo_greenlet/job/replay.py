@@ -15,6 +15,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..trace.reader import StepTrace, Trace, read_trace
 from ..trace.schema import HeaderRecord, StepRecord
 from .launch import JobResult, run_job
 from .messages import Lines, Message
+from .process import rank_main
 from .requests import Request
 from .spec import GRAPH_RUNS, PACKAGED_MODEL, RUN_OF_CARRIER, JobSpec, Pass, RecordedStep, Settings
 
@@ -152,8 +154,16 @@ def plan_replay(path: str | Path, *, model: str | Path | None = None, run: str |
     return ReplayPlan(trace, run, spec, specs, recorded)
 
 
-def replay(plan: ReplayPlan, follow: Callable[[int, Message], None] | None = None) -> ReplayReport:
-    """Run the plan and compare. Raises what `run_job` raises, but for `ReplayMismatch`, which becomes a finding."""
+def replay(
+    plan: ReplayPlan,
+    follow: Callable[[int, Message], None] | None = None,
+    *,
+    rank_main: Callable[[JobSpec, int, Connection, str], None] = rank_main,
+) -> ReplayReport:
+    """Run the plan and compare. Raises what `run_job` raises, but for `ReplayMismatch`, which becomes a finding.
+
+    Args: `follow` and `rank_main` as `run_job` has them.
+    """
     steps = sorted({step for step, _ in plan.recorded})
     report = ReplayReport(plan.trace.path, plan.run, plan.spec.settings.ranks, len(steps))
     found = JobResult(plan.spec)
@@ -166,7 +176,7 @@ def replay(plan: ReplayPlan, follow: Callable[[int, Message], None] | None = Non
             follow(rank, message)
 
     try:
-        run_job(plan.spec, specs=plan.specs, follow=take)
+        run_job(plan.spec, specs=plan.specs, follow=take, rank_main=rank_main)
     except ReplayMismatch as error:
         report.decisions.append(str(error))
     now = {(record.step, record.rank): record for record in found.steps}
