@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .._version import __version__
-from . import doctor, replay, run, selftest, show
+from . import diff, doctor, export, import_, overlap, replay, run, selftest, show
 
 __all__ = ["app"]
 
@@ -37,6 +37,10 @@ def _options(
 
 app.command("run")(run.run)
 app.command("show")(show.show)
+app.command("overlap")(overlap.overlap)
+app.command("diff")(diff.diff)
+app.command("export")(export.export)
+app.command("import")(import_.import_profile)
 app.command("replay")(replay.replay)
 app.command("selftest")(selftest.selftest)
 app.command("doctor", context_settings=doctor.CONTEXT_SETTINGS)(doctor.doctor)

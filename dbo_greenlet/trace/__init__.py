@@ -14,6 +14,22 @@ What is in it:
     lanes        slices -> one row per microbatch over host time
     gpu_lanes    GPU times -> one row per stream and microbatch over GPU time
     gpu_busy     GPU times -> how long each stream was in use, and both at once
+
+What measures needs numpy, and to read other tools' profiles msgspec (the extra `trace`), so this module does not import
+it; its modules are imported by name:
+
+    intervals        stretches of time as arrays
+    kernels          what the names in a profile mean, by kernels.toml
+    profile          a GPU profile as columns, and its file
+    importers        torch.profiler and Nsight Systems -> a profile
+    step_columns     a trace of ours -> columns
+    launches         which call launched what
+    attribution      whose work it is: stage, layer, microbatch
+    idle             why there was no compute, and how long launches took
+    overlap          hidden and exposed communication: the report and its parts
+    overlap_profile  a profile -> the report
+    overlap_trace    a trace of ours -> the report
+    overlap_text     the report as text and JSON
 """
 
 from __future__ import annotations
