@@ -50,11 +50,11 @@ test-vllm: setup
 	@$(PY) scripts/check_vllm_versions.py --torch-index "$(TORCH_INDEX)" --python "$(PYTHON)" $(VERSIONS) -- $(ARGS)
 endif
 
-lint: setup ## ruff, its formatter, and mypy --strict on the core
+lint: setup ## ruff, its formatter, and mypy --strict on the core and the test kit
 	@failed=0; \
 	echo "lint: ruff check"; $(PY) -m ruff check . || failed=1; \
 	echo "lint: ruff format --check"; $(PY) -m ruff format --check . || failed=1; \
-	echo "lint: mypy --strict on the core"; $(PY) -m mypy || failed=1; \
+	echo "lint: mypy --strict on the core and the test kit"; $(PY) -m mypy || failed=1; \
 	exit $$failed
 
 format: setup ## rewrite the sources as `make lint` wants them

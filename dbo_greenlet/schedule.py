@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from .errors import ScheduleDecodeError
 
-__all__ = ["MAX_MICROBATCHES", "Schedule"]
+__all__ = ["MAX_MICROBATCHES", "Schedule", "compress_runs", "expand_runs"]
 
 VERSION = "dbo1"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -54,7 +54,8 @@ class Schedule:
         """
         digest = hashlib.blake2b(digest_size=8)
         digest.update(f"{self.count}|{','.join(map(str, self.decisions))}|".encode())
-        digest.update("\x00".join(self.sites).encode())
+        # A site is whatever the model gave: a name from a badly decoded file may hold half of a surrogate pair.
+        digest.update("\x00".join(self.sites).encode(errors="surrogatepass"))
         return digest.hexdigest()
 
     @property
@@ -67,7 +68,7 @@ class Schedule:
 
     def encode(self) -> str:
         """The short string form; `decode` gives back everything but the sites."""
-        body = f"{VERSION}:{self.count}:{_compress(''.join(_DIGITS[i] for i in self.decisions))}"
+        body = f"{VERSION}:{self.count}:{compress_runs(''.join(_DIGITS[i] for i in self.decisions))}"
         return f"{body}:{_check(body)}"
 
     @classmethod
@@ -90,7 +91,7 @@ class Schedule:
                 "schedule string is truncated or mistyped (its check characters do not match); copy it whole"
             )
         count = int(match[1])
-        decisions = tuple(_DIGITS.index(c) for c in _expand(match[2]))
+        decisions = tuple(_DIGITS.index(c) for c in expand_runs(match[2]))
         if not 1 <= count <= MAX_MICROBATCHES or any(i >= count for i in decisions):
             raise ScheduleDecodeError(f"schedule string names a microbatch that is not below its N = {count}")
         return cls(count, decisions)
@@ -103,7 +104,8 @@ def _check(body: str) -> str:
     return hashlib.blake2b(body.encode(), digest_size=3).hexdigest()
 
 
-def _compress(text: str) -> str:
+def compress_runs(text: str) -> str:
+    """RUNS of the string form, from one base 36 digit for each decision; `expand_runs` undoes it."""
     # Greedy run-length coding of groups of one to four characters: a round robin of N <= 4 becomes one group. It is
     # no good compressor and need not be; a schedule that does not repeat is the information.
     out: list[str] = []
@@ -127,7 +129,12 @@ def _compress(text: str) -> str:
     return "".join(out)
 
 
-def _expand(text: str) -> str:
+def expand_runs(text: str) -> str:
+    """One base 36 digit for each decision, from RUNS of the string form.
+
+    Raises:
+        ScheduleDecodeError: a character that is none of RUNS', or more decisions than a step can have.
+    """
     out: list[str] = []
     length = 0
     for match in re.finditer(r"\(([0-9a-z]+)\*(\d{1,9})\)|([0-9a-z]+)|(.)", text):

@@ -357,6 +357,7 @@ def _caller() -> str:
 _OWN = {
     __name__,
     "dbo_greenlet.devices.virtual",
+    "dbo_greenlet.devices.virtual_clocks",
     "dbo_greenlet.microbatch",
     "dbo_greenlet.yields",
     "dbo_greenlet.testing.recorded_all2all",

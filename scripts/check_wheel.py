@@ -2,13 +2,16 @@
 
 - with greenlet alone: the package imports, the core runs a step, and torch is neither installed nor imported;
 - every file of the package, the assets among them, is in the wheel, and nothing else is;
-- with the extra `cli`: `dbo-greenlet --help` works.
+- with the extra `cli`: `dbo-greenlet --help` works;
+- with the extra `testing`: pytest loads the plugin by itself, and a test file explores a step and replays a failure.
 
     .venv/bin/python scripts/check_wheel.py
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,14 +44,31 @@ print(dbo_greenlet.__version__)
 """
 
 
+# Not among the package's code, and of no use to anybody if only the source tree has it.
+LIMITS = "dbo_greenlet/testing/LIMITS.md"
+
+KIT_TEST = """
+import sys
+from dbo_greenlet.testing import low_latency
+
+def test_every_schedule(dbo_explore):
+    assert dbo_explore(low_latency(2)).schedules == 42
+    assert "torch" not in sys.modules
+
+def test_that_fails(dbo_run):
+    assert not dbo_run(low_latency(1), "phase_offset:2").succeeded
+"""
+
+
 class CheckFailed(Exception):
     """What a user would have found wrong with the wheel."""
 
 
-# What makes the command exist, and what makes vLLM load the plugin.
+# What makes the command exist, and what makes vLLM and pytest load the plugins.
 ENTRY_POINTS = (
     "dbo-greenlet = dbo_greenlet.cli.main:main",
     "dbo_greenlet = dbo_greenlet.vllm.plugin:register",
+    "dbo_greenlet = dbo_greenlet.testing.plugin:entry_point",
 )
 
 
@@ -76,6 +96,8 @@ def check_contents(wheel: Path) -> str:
     assets = [name for name in inside if name.startswith("dbo_greenlet/assets/")]
     if not assets:
         raise CheckFailed("the wheel holds no assets (dbo_greenlet/assets/)")
+    if LIMITS not in inside:
+        raise CheckFailed(f"the wheel does not hold {LIMITS}")
     for line in ENTRY_POINTS:
         if line not in declared.splitlines():
             raise CheckFailed(f"the wheel does not declare {line!r}")
@@ -113,6 +135,36 @@ def check_command_line(wheel: Path) -> str:
     return "dbo-greenlet --help works"
 
 
+def check_test_kit(wheel: Path) -> str:
+    """The wheel with the extra `testing`, and a test file in a folder of its own."""
+    python = _clean_environment("testing")
+    _install(python, f"{wheel}[testing]")
+    return run_kit_test(python, WORK / "suite")
+
+
+def run_kit_test(python: Path, folder: Path, **environment: str) -> str:
+    """Run `KIT_TEST` in `folder` with what `python` has installed, then the line that its failing test prints."""
+    folder.mkdir()
+    (folder / "test_kit.py").write_text(KIT_TEST, encoding="utf-8")
+    (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")  # so that no other settings count
+
+    def pytest(*words: str) -> str:
+        command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *words]
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        )
+        return f"{done.stdout}{done.stderr}exit code {done.returncode}"
+
+    output = pytest()
+    line = re.search(r"^python -m pytest ('\S+::test_that_fails') (--dbo-replay='\S+')$", output, re.MULTILINE)
+    if "1 failed, 1 passed" not in output or line is None:
+        raise CheckFailed(f"a test file with one test that passes and one that fails gave\n{output}")
+    again = pytest(*(word.strip("'").replace("='", "=") for word in line.groups()))
+    if "replaying " not in again or "1 failed" not in again:
+        raise CheckFailed(f"{line[0]} gave\n{again}")
+    return "a test explores a step with pytest's plugin, and the line that a failing one prints fails again"
+
+
 def _clean_environment(name: str) -> Path:
     folder = WORK / name
     _run([sys.executable, "-m", "venv", str(folder)], WORK)
@@ -137,7 +189,7 @@ def main() -> int:
     try:
         wheel = build(WORK / "dist")
         print(f"wheel check: built {wheel.name}", flush=True)
-        for check in (check_contents, check_bare, check_command_line):
+        for check in (check_contents, check_bare, check_command_line, check_test_kit):
             print(f"wheel check: {check(wheel)}", flush=True)
     except CheckFailed as failure:
         print(f"wheel check: failed: {failure}", file=sys.stderr)

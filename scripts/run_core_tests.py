@@ -1,4 +1,6 @@
-"""Run the core's tests (tests/core) on every other supported Python that this machine has, without torch.
+"""Run the core's tests on every other supported Python that this machine has, without torch.
+
+Those are tests/core, and of the test kit (tests/testing) what needs neither torch nor many seconds.
 
 Each version gets a small environment of its own, .venv-core-3.x, with greenlet and the test tools. A version that is
 not on this machine is skipped, and said so. The closing line counts the versions, not the tests.
@@ -15,6 +17,28 @@ import sys
 from setup_env import DEFAULT_TORCH_INDEX, ROOT, InterpreterMissing, SetupFailed, environment, prepare
 
 DEFAULT_VERSIONS = ("3.10", "3.12", "3.13")
+
+# Of the kit what could differ from one Python to the next: together about as long as tests/core.
+KIT_TESTS = (
+    "determinism",
+    "explore_ends",
+    "explore_findings",
+    "golden",
+    "happens_before",
+    "hazard_search",
+    "hazards",
+    "interleavings",
+    "layer_programs",
+    "public_names",
+    "replay_case",
+    "shrink",
+    "sometimes",
+    "values",
+    "verdicts",
+    "virtual_device",
+    "virtual_graphs",
+)
+TESTS = ("tests/core", *(f"tests/testing/test_{name}.py" for name in KIT_TESTS))
 
 
 def main(arguments: list[str]) -> int:
@@ -34,7 +58,7 @@ def main(arguments: list[str]) -> int:
             failed.append(version)
             continue
         print(f"core tests: Python {version}", flush=True)
-        command = [str(env.executable), "-m", "pytest", "tests/core", "-q", "-p", "no:cacheprovider", *pytest_arguments]
+        command = [str(env.executable), "-m", "pytest", *TESTS, "-q", "-p", "no:cacheprovider", *pytest_arguments]
         # The tests start subprocesses that import the package too; it is not installed here, so the path says where.
         search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": search_path}, check=False)

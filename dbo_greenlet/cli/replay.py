@@ -46,7 +46,8 @@ def replay(
 
     if until is not None and until < 0:
         raise ConfigurationError(f"--until is {until}; use 0 or more")
-    if string is None and ("::" in what or what.startswith("dbor")):
+    # A string in place of the test, and a test without its string; the former also where the two changed places.
+    if what.startswith("dbor") or (string is None and ("::" in what or what.endswith(".py"))):
         raise ConfigurationError(
             "a test is replayed by its name and by the string that it printed when it failed: dbo-greenlet replay "
             "tests/test_model.py::test_step 'dbor1:...'"

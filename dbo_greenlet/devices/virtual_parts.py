@@ -10,7 +10,7 @@ from ..errors import ConfigurationError, GraphCaptureError
 
 if TYPE_CHECKING:
     from ..stream_program import Transfer
-    from .virtual import VirtualDevice
+    from .virtual_clocks import VirtualClocks
     from .virtual_graph import VirtualGraph
 
 __all__ = ["INFINITE", "Buffer", "Shared", "VirtualEvent", "VirtualStream", "foreign", "no_time", "refuse_two_captures"]
@@ -77,7 +77,7 @@ class VirtualEvent:
 
     __slots__ = ("at", "device", "external", "graph", "number", "stream")
 
-    def __init__(self, device: VirtualDevice, number: int, external: bool) -> None:
+    def __init__(self, device: VirtualClocks, number: int, external: bool) -> None:
         self.device = device
         self.number = number
         self.external = external  # a graph records it in every replay

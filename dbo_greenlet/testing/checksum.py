@@ -14,9 +14,9 @@ __all__ = ["checksum"]
 def checksum(value: Any) -> str:
     """Sixteen hex characters (BLAKE2b) over `value`.
 
-    Tensors count with dtype, shape and bytes, numpy arrays too; lists, tuples, mappings (in their order) and
-    dataclasses by their parts; everything else by its type and `repr`, so an object whose `repr` shows its address has
-    another checksum in every run.
+    Tensors count with dtype, shape and bytes, numpy arrays too; lists, tuples, mappings (in their order), sets (in no
+    order) and dataclasses by their parts; everything else by its type and `repr`, so an object whose `repr` shows its
+    address has another checksum in every run.
     """
     digest = hashlib.blake2b(digest_size=8)
     _add(digest, value)
@@ -41,6 +41,9 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"{type(value).__name__} {len(value)};".encode())
         for each in value:
             _add(digest, each)
+    elif isinstance(value, (set, frozenset)):
+        # Two equal sets may list their elements in different orders.
+        digest.update(f"{type(value).__name__} {len(value)} {sorted(map(checksum, value))};".encode())
     elif isinstance(value, Mapping):
         digest.update(f"mapping {len(value)};".encode())
         for key, each in value.items():
@@ -53,6 +56,9 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, getattr(value, part.name))
     elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         digest.update(f"array {value.dtype} {value.shape};".encode())
-        digest.update(value.tobytes())
+        if value.dtype.hasobject:
+            _add(digest, value.tolist())  # its bytes are addresses
+        else:
+            digest.update(value.tobytes())
     else:
         digest.update(f"{type(value).__qualname__} {value!r};".encode())

@@ -140,8 +140,7 @@ class _Names:
             operation.of,
             None if operation.transfer is None else operation.transfer.number,
             tuple(
-                (numbers.setdefault(("buffer", each.buffer), len(numbers)), each.write, each.begin, each.end)
-                for each in operation.accesses
+                (numbers.setdefault(("buffer", each.buffer), len(numbers)), *each[1:]) for each in operation.accesses
             ),
         )
 

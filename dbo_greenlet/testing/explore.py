@@ -123,8 +123,10 @@ def explore(
 
     Raises:
         ExplorationFailed: a run failed; its message has the finding, the smallest schedule that fails, and how to run
-            it again, `replay` the string alone. Its cause is the step's error, if it failed.
-        NondeterminismError: the same decisions gave another run, so that nothing can be said about schedules.
+            it again, `replay` the string alone. Its cause is the step's error, if it failed. Where another rank's
+            failure ended the step, the schedule is that of the run: all others fail alike.
+        NondeterminismError: the same decisions gave another run, so that nothing can be said about schedules. Its cause
+            is the step's error, if it failed there.
         SpaceTooLargeError: more than `most` schedules; the message suggests a bound.
         ConfigurationError: an option that cannot work.
         Whatever an entry raises outside a step: there is no reference then.
@@ -206,7 +208,7 @@ class _Notes:
         self.decisions += len(decisions)
         self.distinct.add(as_bytes)
         self.digest.update(as_bytes)
-        self.digest.update("\0".join(sites).encode())
+        self.digest.update("\0".join(sites).encode(errors="surrogatepass"))
         one = self._one
         self.states.update(itertools.accumulate([one[index] for index in decisions]))
 
@@ -214,7 +216,11 @@ class _Notes:
 def _first(trials: Trials, order: SmallestFirst, report: Callable[[str], object] | None) -> Trial:
     """The first schedule of `order`, run twice: both runs must be the same in everything."""
     order.next()  # IN_TURN: it has the smallest size of all
-    first, again = trials.branch(order, IN_TURN), trials.branch(SmallestFirst(), IN_TURN)
+    first = again = trials.branch(order, IN_TURN)
+    if not trials.broken:
+        again = trials.branch(SmallestFirst(), IN_TURN)
+    if trials.broken and again.finding is not None:
+        _fail(Shrunk(again, False, 0), "the first schedule", trials)
     if (difference := compare_runs(first.run, again.run)) is not None:
         raise NondeterminismError(difference)
     if first.finding is not None:
@@ -243,6 +249,9 @@ def _by_chance(trials: Trials, notes: _Notes, policies: Iterator[Policy], shrink
         notes.add(run)
         if finding is None:
             continue
+        which = f"schedule {notes.schedules:,} ({policy!r})"
+        if trials.broken:
+            _fail(Shrunk(Trial.of_broken(run, finding), False, 0), which, trials)
         # The same decisions once more, to see who could have run at each.
         trial = trials.follow(decisions_of(run))
         if trial.finding is None:
@@ -250,11 +259,7 @@ def _by_chance(trials: Trials, notes: _Notes, policies: Iterator[Policy], shrink
                 f"a schedule failed and, run again, did not: {finding.text}; the step has a source of chance or keeps "
                 "something from one run to the next"
             )
-        _fail(
-            shrink(trials, trial, search_runs=shrink_runs, cut_runs=shrink_runs),
-            f"schedule {notes.schedules:,} ({policy!r})",
-            trials,
-        )
+        _fail(shrink(trials, trial, search_runs=shrink_runs, cut_runs=shrink_runs), which, trials)
 
 
 def _policies(how: str, schedules: int, depth: int, seed: int, length: int) -> Iterator[Policy]:

@@ -41,6 +41,7 @@ _PLAIN_POLICY = re.compile(r"[A-Za-z0-9_.:,=-]+")
 _PLAIN = re.compile(r"[A-Za-z0-9_.:/@#\[\]<>-]+")
 _CONTEXT = 3  # equal decisions shown before and after those that differ
 _MOST_ROWS = 60
+_WRITE = "write it with pytest --dbo-update-golden"
 _ANEW = "write it anew with pytest --dbo-update-golden"
 
 
@@ -61,7 +62,9 @@ class Golden:
             GoldenFileError: missing, no golden file, of another version, cut off, or edited by hand.
         """
         lines = self._lines()
-        title = lines[0] if lines else ""
+        title = lines[0]
+        if lines == [""]:
+            raise GoldenFileError(f"{self.path} is empty; {_ANEW}")
         if not title.startswith(_TITLE):
             raise GoldenFileError(f"{self.path} is no golden schedule: its first line is {title[:60]!r}; {_ANEW}")
         version = title[len(_TITLE) :]
@@ -90,6 +93,7 @@ class Golden:
             GoldenMismatch: another order, other sites, or another N; the message is the difference.
             GoldenFileError: see `read`.
         """
+        __tracebackhide__ = True  # to pytest, which would print this function above the difference
         golden, golden_policy = self.read()
         if golden != schedule:
             raise GoldenMismatch(_difference(self.path, golden, golden_policy, schedule, policy))
@@ -127,7 +131,7 @@ class Golden:
         try:
             text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise GoldenFileError(f"{self.path} does not exist; {_ANEW}") from None
+            raise GoldenFileError(f"{self.path} does not exist; {_WRITE}") from None
         except UnicodeDecodeError:
             raise GoldenFileError(f"{self.path} is no golden schedule: it is not UTF-8 text; {_ANEW}") from None
         except OSError as error:

@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from itertools import islice
 
-from ..stream_program import Access, Operation, StreamProgram, Transfer
+from ..stream_program import Operation, StreamProgram, Transfer
 from . import hazard_words as words
 from .happens_before import Order
+from .hazard_uses import Found, Use, uses_of
 
-__all__ = ["Found", "search"]
+__all__ = ["search"]
 
 _WORK = ("work", "send", "receive")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A hazard in the making; the fields are those of `hazards.Hazard`."""
-
-    kind: str
-    first: Operation
-    second: Operation | None
-    buffer: Hashable
-    what: str
-    missing: str
-
-    @property
-    def place(self) -> tuple[int, int]:
-        second = self.first.number if self.second is None else self.second.number
-        return max(second, self.first.number), self.first.number
-
-
-@dataclass(frozen=True)
-class _Use:
-    """An access of an operation. With `flight` set, the operation is that transfer's send, and the transfer goes on
-    touching the bytes until its receive."""
-
-    operation: Operation
-    access: Access
-    flight: Transfer | None = None
-    arrives: Transfer | None = None  # the operation is the receive that ends this flight
-
-    def in_flight_at(self, other: _Use) -> bool:
-        flight = self.flight
-        return (
-            flight is not None
-            and other.arrives is not flight
-            and other.operation is not self.operation
-            and (flight.arrived is None or flight.arrived > other.operation.number)
-        )
 
 
 def search(program: StreamProgram, order_of_microbatches: bool = True) -> list[Found]:
     """All hazards of `program`, in the order in which they come about."""
     order = Order(program, order_of_microbatches=order_of_microbatches)
-    buffers = _uses(program)
+    buffers = uses_of(program)
     found = [
         *_races(program, order, buffers, order_of_microbatches),
         *_before_receive(program, buffers),
@@ -68,43 +32,12 @@ def search(program: StreamProgram, order_of_microbatches: bool = True) -> list[F
     return sorted(unique.values(), key=lambda each: each.place)
 
 
-def _uses(program: StreamProgram) -> dict[Hashable, list[_Use]]:
-    """Who touches each buffer, in the order of issue; those without a write are left out."""
-    operations = program.operations
-    buffers: dict[Hashable, list[_Use]] = {}
-    written: set[Hashable] = set()
-    for operation in operations:
-        transfer = operation.transfer
-        uses: list[_Use] = []
-        if operation.kind == "send" and transfer is not None:
-            arrival = () if transfer.arrived is None else operations[transfer.arrived].accesses
-            for access in operation.accesses:
-                held = access.write or access in arrival
-                uses.append(_Use(operation, access, transfer if held else None))
-            uses += [
-                _Use(operation, access, transfer)
-                for access in arrival
-                if access.write and access not in operation.accesses
-            ]
-        elif operation.kind == "receive" and transfer is not None:
-            if transfer.arrived != operation.number:
-                continue  # a second receive is a hazard by itself
-            uses += [_Use(operation, access, arrives=transfer) for access in operation.accesses]
-        else:
-            uses += [_Use(operation, access) for access in operation.accesses]
-        for use in sorted(uses, key=lambda each: each.access.write):
-            buffers.setdefault(use.access.buffer, []).append(use)
-            if use.access.write:
-                written.add(use.access.buffer)
-    return {buffer: uses for buffer, uses in buffers.items() if buffer in written}
-
-
 # -- races -------------------------------------------------------------------------------------------------------------
 
 
-def _races(program: StreamProgram, order: Order, buffers: dict[Hashable, list[_Use]], only_needed: bool) -> list[Found]:
-    pairs: list[tuple[_Use, _Use]] = []
-    in_flight: dict[int, tuple[_Use, _Use]] = {}
+def _races(program: StreamProgram, order: Order, buffers: dict[Hashable, list[Use]], only_needed: bool) -> list[Found]:
+    pairs: list[tuple[Use, Use]] = []
+    in_flight: dict[int, tuple[Use, Use]] = {}
     for uses in buffers.values():
         for first, second in _conflicts(order, uses, only_needed):
             if first.in_flight_at(second):
@@ -132,9 +65,9 @@ def _races(program: StreamProgram, order: Order, buffers: dict[Hashable, list[_U
     ]
 
 
-def _conflicts(order: Order, uses: list[_Use], only_needed: bool) -> Iterator[tuple[_Use, _Use]]:
+def _conflicts(order: Order, uses: list[Use], only_needed: bool) -> Iterator[tuple[Use, Use]]:
     """Pairs without a path; with `only_needed` some that follow from others by what is ordered are left out."""
-    live: list[_Use] = []
+    live: list[Use] = []
     for second in uses:
         kept = []
         for first in live:
@@ -163,14 +96,14 @@ def _conflicts(order: Order, uses: list[_Use], only_needed: bool) -> Iterator[tu
         live = kept
 
 
-def _needed(order: Order, pairs: list[tuple[_Use, _Use]]) -> list[tuple[_Use, _Use]]:
+def _needed(order: Order, pairs: list[tuple[Use, Use]]) -> list[tuple[Use, Use]]:
     """Those pairs that no edge for another pair would put in order, one for each two operations."""
-    by_operations: dict[tuple[int, int], tuple[_Use, _Use]] = {}
+    by_operations: dict[tuple[int, int], tuple[Use, Use]] = {}
     for first, second in pairs:
         by_operations.setdefault((first.operation.number, second.operation.number), (first, second))
     unique = list(by_operations.values())
 
-    def follows(pair: tuple[_Use, _Use], other: tuple[_Use, _Use]) -> bool:
+    def follows(pair: tuple[Use, Use], other: tuple[Use, Use]) -> bool:
         first, second = pair[0].operation, pair[1].operation
         early, late = other[0].operation, other[1].operation
         return (first is early or order.before(first, early)) and (second is late or order.before(late, second))
@@ -178,11 +111,11 @@ def _needed(order: Order, pairs: list[tuple[_Use, _Use]]) -> list[tuple[_Use, _U
     return [pair for pair in unique if not any(other is not pair and follows(pair, other) for other in unique)]
 
 
-def _shared(pairs: list[tuple[_Use, _Use]]) -> list[tuple[_Use, _Use]]:
+def _shared(pairs: list[tuple[Use, Use]]) -> list[tuple[Use, Use]]:
     """For each buffer and each two microbatches the first time that they meet there."""
-    found: dict[Hashable, tuple[_Use, _Use]] = {}
+    found: dict[Hashable, tuple[Use, Use]] = {}
 
-    def place(pair: tuple[_Use, _Use]) -> tuple[int, int]:
+    def place(pair: tuple[Use, Use]) -> tuple[int, int]:
         return pair[1].operation.number, -pair[0].operation.number
 
     for pair in pairs:
@@ -192,11 +125,11 @@ def _shared(pairs: list[tuple[_Use, _Use]]) -> list[tuple[_Use, _Use]]:
     return list(found.values())
 
 
-def _is_owner(send: _Use, other: _Use) -> bool:
+def _is_owner(send: Use, other: Use) -> bool:
     return send.operation.owner == other.operation.owner
 
 
-def _in_flight(program: StreamProgram, send: _Use, other: _Use) -> Found:
+def _in_flight(program: StreamProgram, send: Use, other: Use) -> Found:
     return Found(
         "race",
         send.operation,
@@ -210,7 +143,7 @@ def _in_flight(program: StreamProgram, send: _Use, other: _Use) -> Found:
 # -- transfers ---------------------------------------------------------------------------------------------------------
 
 
-def _before_receive(program: StreamProgram, buffers: dict[Hashable, list[_Use]]) -> Iterator[Found]:
+def _before_receive(program: StreamProgram, buffers: dict[Hashable, list[Use]]) -> Iterator[Found]:
     for transfer, (send, use) in _early_reads(buffers).items():
         if transfer.arrived is not None:
             yield Found(
@@ -223,14 +156,17 @@ def _before_receive(program: StreamProgram, buffers: dict[Hashable, list[_Use]])
             )
 
 
-def _early_reads(buffers: dict[Hashable, list[_Use]]) -> dict[Transfer, tuple[_Use, _Use]]:
+def _early_reads(buffers: dict[Hashable, list[Use]]) -> dict[Transfer, tuple[Use, Use]]:
     """For each transfer the first read, by the microbatch that sent, of what is still in flight."""
-    found: dict[Transfer, tuple[_Use, _Use]] = {}
+    found: dict[Transfer, tuple[Use, Use]] = {}
     for uses in buffers.values():
         for position, send in enumerate(uses):
             if send.flight is None or not send.access.write:
                 continue
-            for use in uses[position + 1 :]:
+            landed = send.flight.arrived
+            for use in islice(uses, position + 1, None):
+                if landed is not None and use.operation.number >= landed:
+                    break
                 if (
                     not use.access.write
                     and send.in_flight_at(use)
@@ -244,7 +180,7 @@ def _early_reads(buffers: dict[Hashable, list[_Use]]) -> dict[Transfer, tuple[_U
     return found
 
 
-def _receives(program: StreamProgram, buffers: dict[Hashable, list[_Use]]) -> Iterator[Found]:
+def _receives(program: StreamProgram, buffers: dict[Hashable, list[Use]]) -> Iterator[Found]:
     sends: dict[Transfer, Operation] = {}
     receives: dict[Transfer, Operation] = {}
     for operation in program.operations:
@@ -275,53 +211,62 @@ def _receives(program: StreamProgram, buffers: dict[Hashable, list[_Use]]) -> It
 # -- microbatches ------------------------------------------------------------------------------------------------------
 
 
-def _reused(order: Order, buffers: dict[Hashable, list[_Use]]) -> Iterator[Found]:
-    told: set[int] = set()
+def _reused(order: Order, buffers: dict[Hashable, list[Use]]) -> Iterator[Found]:
+    told: dict[int, tuple[Use, Use, Use]] = {}  # of each write over something, the first who reads it
     for uses in buffers.values():
-        writes: list[_Use] = []
+        writes: list[Use] = []
         for use in uses:
             if use.access.write:
                 writes.append(use)
             elif use.flight is None:
                 for own, over in _overwritten(order, writes, use):
-                    if over.operation.number not in told:
-                        told.add(over.operation.number)
-                        yield Found(
-                            "workspace-reused",
-                            over.operation,
-                            use.operation,
-                            use.access.buffer,
-                            words.reused(own.operation, over.operation, use.operation, use.access),
-                            words.own_buffer(over.operation, use.operation),
-                        )
+                    known = told.get(over.operation.number)
+                    if known is None or use.operation.number < known[2].operation.number:
+                        told[over.operation.number] = own, over, use
+    for own, over, use in told.values():
+        yield Found(
+            "workspace-reused",
+            over.operation,
+            use.operation,
+            use.access.buffer,
+            words.reused(own.operation, over.operation, use.operation, use.access),
+            words.own_buffer(over.operation, use.operation),
+        )
 
 
-def _overwritten(order: Order, writes: list[_Use], use: _Use) -> Iterator[tuple[_Use, _Use]]:
+def _overwritten(order: Order, writes: list[Use], use: Use) -> Iterator[tuple[Use, Use]]:
     """The write of the reader and the sibling's write over it, where the latter is what the reader gets to see."""
     reader = use.operation.owner
     if reader is None:
         return
-    later: list[_Use] = []
+    later: list[Use] = []
     for position in range(len(writes) - 1, -1, -1):
         over = writes[position]
         if not over.access.meets(use.access) or over.operation is use.operation:
             continue
+        if over.operation.owner != reader and _is_update(over) and _is_update(use):
+            continue  # both add to what is there
         hidden = any(each.access.meets(over.access) for each in later)
         later.append(over)
         owner = over.operation.owner
-        if hidden or over.access.partial or owner in (reader, None) or over.in_flight_at(use):
-            continue
-        if not order.before(over.operation, use.operation):
-            continue
-        for own in reversed(writes[:position]):
-            if (
-                own.operation.owner == reader
-                and own.access.meets(over.access)
-                and own.access.meets(use.access)
-                and order.before(own.operation, over.operation)
-            ):
-                yield own, over
-                break
+        if not (hidden or over.access.partial or owner in (reader, None) or over.in_flight_at(use)) and order.before(
+            over.operation, use.operation
+        ):
+            for own in map(writes.__getitem__, range(position - 1, -1, -1)):
+                if (
+                    own.operation.owner == reader
+                    and own.access.meets(over.access)
+                    and own.access.meets(use.access)
+                    and order.before(own.operation, over.operation)
+                ):
+                    yield own, over
+                    break
+        if over.access.covers(use.access):
+            return  # whatever was written before is hidden by it
+
+
+def _is_update(use: Use) -> bool:
+    return use.access._replace(write=not use.access.write) in use.operation.accesses
 
 
 def _events_after_switches(program: StreamProgram, order: Order) -> Iterator[Found]:
@@ -332,7 +277,8 @@ def _events_after_switches(program: StreamProgram, order: Order) -> Iterator[Fou
         before = on_stream.setdefault(operation.stream, [])
         if operation.kind == "record" and operation.microbatch is not None and before:
             behind, own = _behind_siblings(operation, before)
-            if behind and own is not None and own.slice != operation.slice:
+            # What a sibling's slice, or the hub, received for it could not be marked before the switch.
+            if behind and own is not None and own.slice != operation.slice and own.microbatch == own.owner:
                 records.append((operation, behind, own))
         elif operation.kind == "wait" or operation.kind in _WORK:
             before.append(operation)

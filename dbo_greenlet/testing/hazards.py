@@ -15,7 +15,8 @@ issue; another schedule is another program. `explore` makes those.
 
 Two things are left to whoever names the accesses. A scattered write (`Access.partial`) replaces nothing for certain, so
 reading a KV cache that a sibling wrote into as well is no reuse. And a microbatch that reads what only earlier ones
-wrote depends on law 6, which every policy keeps: that is no hazard either.
+wrote depends on law 6, which every policy keeps: that is no hazard either. Nor is a counter that all microbatches add
+to: where two operations both read and write the same bytes, the second loses nothing of the first.
 
     check(run.program)              # raises HazardError with all of them
     for hazard in find_hazards(run.program): print(hazard)
@@ -29,7 +30,8 @@ from dataclasses import dataclass
 from ..stream_program import Operation, StreamProgram
 from .errors import HazardError
 from .hazard_scan import looks_clean
-from .hazard_search import Found, search
+from .hazard_search import search
+from .hazard_uses import Found
 
 __all__ = ["KINDS", "Hazard", "check", "find_hazards"]
 

@@ -57,6 +57,7 @@ class Kit:
         update_golden: whether golden files are to be written.
         goldens, written: schedules that tests have for golden files, and the files that were changed.
         replayed, stopped_at_decision: whether a step did what `replay` and `until` ask for.
+        last_decision: the last one that a step came to which was to be stopped; -1 for none.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -72,6 +73,7 @@ class Kit:
         self.written: list[str] = []
         self.replayed = False
         self.stopped_at_decision = False
+        self.last_decision = -1
 
     def case_for(self, call: int) -> ReplayCase | None:
         """What step number `call` of a test is to repeat."""
@@ -91,7 +93,9 @@ class Kit:
         return Until(self.until, debug)
 
     def stopped(self, until: Until | None) -> None:
-        self.stopped_at_decision |= until is not None and until.reached
+        if until is not None:
+            self.stopped_at_decision |= until.reached
+            self.last_decision = max(self.last_decision, until.last)
 
 
 class _Mistake(Exception):

@@ -19,7 +19,7 @@ from .faults import Faults
 from .golden import Golden
 from .replay_case import ReplayCase
 from .step_record import StepRecord
-from .step_run import Build, StepRun, StepRunner, run_in_turn, run_step
+from .step_run import Build, StepRun, StepRunner, run_step
 
 if TYPE_CHECKING:
     from .explore import Exploration
@@ -144,6 +144,7 @@ class DboExplore:
         if kit.schedules is not None:
             options["schedules"] = kit.schedules
         from .explore import explore
+        from .failure_text import AGAIN
 
         try:
             return explore(build, **options)
@@ -151,20 +152,20 @@ class DboExplore:
             if error.replay:
                 self._calls.note(ReplayCase.decode(error.replay))
                 # The report ends with the line, and there it has the test's name.
-                error.args = (str(error).removesuffix(f"\n\nRun it again: pytest --dbo-replay='{error.replay}'"),)
-            # Where in `explore` it was raised tells nobody anything.
-            raise error.with_traceback(None) from None
+                error.args = (str(error).rpartition(AGAIN)[0],)
+            # Where in `explore` it was raised tells nobody anything; where in the model its cause was, does.
+            raise error.with_traceback(None) from error.__cause__
 
     def _replay(self, build: Build, case: ReplayCase, options: dict[str, Any]) -> None:
         __tracebackhide__ = True
-        from .checksum import checksum
-        from .verdicts import DEFAULT, Reference, first_finding
+        from .explore import reference_of
+        from .verdicts import DEFAULT, first_finding
 
         self._calls.note(case)
         faults = Faults.parse(case.faults) or None
         where = {name: options[name] for name in ("count", "make_device") if name in options}
         how = {name: options[name] for name in ("strict", "thread_state") if name in options}
-        outputs = run_in_turn(build, faults=faults, **where)
+        reference = reference_of(build, faults=faults, **where)
         until = self._kit.until_for(case)
         runner = StepRunner(
             build if until is None else until.armed(build),
@@ -178,9 +179,9 @@ class DboExplore:
         finally:
             self._kit.stopped(until)
         _raise_what_is_not_the_steps(run, True)
-        found = first_finding(run, Reference(outputs, checksum(outputs)), options.get("verdicts", DEFAULT))
+        found = first_finding(run, reference, options.get("verdicts", DEFAULT))
         if found is not None:
-            raise ExplorationFailed(f"the replayed schedule fails: {found.text}", case.encode())
+            raise ExplorationFailed(f"the replayed schedule fails: {found.text}", case.encode()) from run.error
         pytest.skip("the replayed schedule passes every verdict; without --dbo-replay the test explores")
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError, ScheduleDecodeError
-from ..schedule import MAX_MICROBATCHES, Schedule, _compress, _expand
+from ..schedule import MAX_MICROBATCHES, Schedule, compress_runs, expand_runs
 from .errors import ReplayStringError
 from .replay_policy import Replaying
 from .site_words import pack_lists, pack_text, unpack_lists, unpack_text
@@ -88,7 +88,7 @@ class ReplayCase:
                 f"a schedule of {schedule.count} microbatches with decisions for {sorted(set(schedule.decisions))} is "
                 f"no step; N is 1 to {MAX_MICROBATCHES}"
             )
-        runs = _compress("".join(_DIGITS[index] for index in schedule.decisions))
+        runs = compress_runs("".join(_DIGITS[index] for index in schedule.decisions))
         sites = ""
         if schedule.sites:
             runs += "?" * missing
@@ -163,7 +163,7 @@ def _read_count(text: str) -> tuple[int, int]:
 
 def _read_runs(text: str, count: int) -> tuple[int, ...]:
     try:
-        decisions = tuple(map(_DIGITS.index, _expand(text.removesuffix("?"))))
+        decisions = tuple(map(_DIGITS.index, expand_runs(text.removesuffix("?"))))
     except ScheduleDecodeError as error:
         raise ReplayStringError(f"the replay string cannot be read: {error}") from None
     if any(index >= count for index in decisions):

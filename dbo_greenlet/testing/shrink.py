@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ..errors import PolicyError
 from .errors import NondeterminismError
 from .interleavings import Size, SmallestFirst, Start, default_choice, size_of
-from .verdicts import Finding, Reference, Verdict, first_finding
+from .verdicts import Finding, Reference, Verdict, first_finding, is_of_the_ranks
 
 if TYPE_CHECKING:
     from ..policy import Policy
@@ -111,54 +111,78 @@ class Trial:
     def decisions(self) -> tuple[int, ...]:
         return self.size[2]
 
+    @classmethod
+    def of_broken(cls, run: StepRun, finding: Finding) -> Trial:
+        """Of a run that another rank's failure ended, all of it as if picked: nothing says who else could have run."""
+        decisions = decisions_of(run)
+        return cls(run, finding, (0, len(decisions), decisions))
+
 
 class Trials:
-    """Runs schedules of one step under test and judges them. `number` counts the runs."""
+    """Runs schedules of one step under test and judges them.
+
+    `number` counts the runs. `broken`: another rank's failure ended one of them, and would end all that follow.
+    """
 
     def __init__(self, runner: StepRunner, verdicts: Sequence[Verdict], reference: Reference) -> None:
         self.runner = runner
         self.verdicts = tuple(verdicts)
         self.reference = reference
         self.number = 0
+        self.broken = False
 
     def run(self, policy: Policy) -> tuple[StepRun, Finding | None]:
         """Run one schedule."""
         self.number += 1
         run = self.runner.run(policy)
+        self.broken = self.broken or is_of_the_ranks(run.error)
         return run, first_finding(run, self.reference, self.verdicts)
 
     def branch(self, order: SmallestFirst, start: Start) -> Trial:
         """Run what `order` gave, and tell it what else could have been.
 
+        Where another rank's failure ended the run and a verdict said so, that is all there is to tell.
+
         Raises:
-            NondeterminismError: it could not be run as it was found.
+            NondeterminismError: it could not be run as it was found. Its cause is the step's error, if it failed.
         """
         policy = Picked(start.decisions)
         run, finding = self.run(policy)
         decisions, sites = tuple(policy.made), run.schedule.sites
         known = start.sites
+        if self.broken and finding is not None:
+            return Trial.of_broken(run, finding)
         if isinstance(run.error, PolicyError) and len(decisions) <= start.length:
             raise NondeterminismError(
                 f"decision {len(decisions) - 1} could be made in an earlier run of the same decisions, and cannot in "
                 f"this one ({run.error}); check_deterministic says more"
-            )
+            ) from run.error
         if sites[: len(known)] != known:
             position = next(i for i, (a, b) in enumerate(itertools.zip_longest(sites, known)) if a != b)
+            now = f"to {sites[position]!r}" if position < len(sites) else _nowhere(run.error)
             raise NondeterminismError(
-                f"decision {position} sent microbatch {decisions[position]} to {known[position]!r} in an earlier run "
-                f"of the same decisions, and to {sites[position] if position < len(sites) else None!r} in this one; "
-                "check_deterministic says more"
-            )
+                f"decision {position} sent microbatch {start.decisions[position]} to {known[position]!r} in an earlier "
+                f"run of the same decisions, and {now} in this one; check_deterministic says more"
+            ) from run.error
         if not start.length:
             run.runnable = [tuple(each) for each in policy.runnable]
         order.ran(start, decisions, sites, policy.runnable)
         return Trial(run, finding, (start.preemptions, start.length, decisions))
+
+    def may_go_on(self, last: int) -> bool:
+        """Whether another run tells anything, up to run number `last`."""
+        return self.number < last and not self.broken
 
     def follow(self, wanted: Sequence[int]) -> Trial:
         """Run `wanted` as far as it can be met, then the default."""
         policy = Picked(wanted, skip=True)
         run, finding = self.run(policy)
         return Trial(run, finding, size_of(policy.made, policy.runnable))
+
+
+def _nowhere(error: BaseException | None) -> str:
+    # A step that does not fail here has made fewer decisions than it was given, which no policy allows it.
+    return "nowhere" if error is None else f"nowhere (the step failed there: {type(error).__name__}: {error})"
 
 
 @dataclass(frozen=True)
@@ -181,6 +205,8 @@ def shrink(trials: Trials, failing: Trial, *, search_runs: int = 1000, cut_runs:
         failing: a run with a finding.
         search_runs: the most runs in which smaller schedules are tried; where they are not enough, nothing comes of it.
         cut_runs: the most runs in which the failing schedule is then cut down.
+
+    It ends where another rank fails meanwhile.
     """
     before = trials.number
     if failing.finding is None:
@@ -199,6 +225,8 @@ def _smallest(trials: Trials, failing: Trial, runs: int) -> tuple[Trial, bool]:
         if start is None or (start.preemptions, start.length, start.decisions) >= failing.size:
             return failing, True
         trial = trials.branch(order, start)
+        if trials.broken:
+            break
         if _same(trial.finding, failing.finding):
             return trial, True
     return failing, False
@@ -211,7 +239,7 @@ def _cut_down(trials: Trials, failing: Trial, runs: int) -> Trial:
     def smaller(wanted: Sequence[int]) -> bool:
         nonlocal best
         trial = trials.follow(wanted)
-        if not _same(trial.finding, failing.finding) or trial.size >= best.size:
+        if trials.broken or not _same(trial.finding, failing.finding) or trial.size >= best.size:
             return False
         best = trial
         return True
@@ -235,7 +263,7 @@ def _take_out(
     width = max(1, len(picked()) // 2)
     while True:
         position, shrunk = 0, False
-        while position < len(now := picked()) and trials.number < last:
+        while position < len(now := picked()) and trials.may_go_on(last):
             if smaller((*now[:position], *now[position + width :])):
                 shrunk = any_smaller = True
             else:
@@ -252,7 +280,7 @@ def _exchange(
     """Have two neighbouring stretches of different microbatches change places: each joins others of its own."""
     any_smaller = False
     position = 0
-    while trials.number < last:
+    while trials.may_go_on(last):
         stretches = [list(group) for _, group in itertools.groupby(picked())]
         if position + 1 >= len(stretches):
             break

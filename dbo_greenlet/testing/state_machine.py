@@ -4,10 +4,20 @@ and compared event by event with a slow, obvious model.
 In a test suite, on your own transport:
 
     from dbo_greenlet.testing.state_machine import OverlapMachine
+    from dbo_greenlet.testing.step_programs import Parts
+
+    class MyWire:                                       # see `step_programs.Wire`
+        def dispatch(self, microbatch, payload):
+            sent = my_transport.dispatch_send(payload)  # the send part: returns at once
+            return Parts(receive=sent.finish, read=sent.rows, handle=sent)
+
+        def combine(self, microbatch, payload, dispatched):
+            sent = my_transport.combine_send(payload, dispatched.handle)
+            return Parts(receive=sent.finish, read=sent.rows)
 
     class OverMyTransport(OverlapMachine):
         def make_wire(self, bed):
-            return MyWire()   # see `step_programs.Wire`: dispatch and combine, and how to receive and read each
+            return MyWire()
 
     TestOverMyTransport = OverMyTransport.TestCase
 

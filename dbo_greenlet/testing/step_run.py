@@ -138,9 +138,11 @@ class StepRunner:
     ) -> None:
         self.build = build
         self.count = count
-        self.make_device = make_device or _virtual_device()
+        self.make_device = make_device or virtual_device()
         self.faults = faults
         self.outputs = outputs
+        self.strict = strict
+        self.thread_state = thread_state
         self._scheduler = Scheduler(carrier=carrier, strict=strict, thread_state=thread_state, instruments=instruments)
         self._carrier = carrier
         self._fault_text = "" if faults is None else str(faults)
@@ -273,14 +275,15 @@ def run_in_turn(
 
     This is the reference for bit-equality. What an entry raises passes through.
     """
-    step = _built(build, _bed(make_device or _virtual_device(), count, faults))
+    step = _built(build, _bed(make_device or virtual_device(), count, faults))
     outputs = [entry() for entry in step.entries]
     if step.after is not None:
         step.after()
     return outputs
 
 
-def _virtual_device() -> Callable[[], Any]:
+def virtual_device() -> Callable[[], Any]:
+    """What makes the device of a run where nothing else is asked for."""
     from ..devices.virtual import VirtualDevice
 
     return VirtualDevice

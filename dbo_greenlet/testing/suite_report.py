@@ -96,11 +96,14 @@ class SuiteReport:
             }
             return
         self._unreached -= self._reached
+        missed_stop = ""
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.TESTS_FAILED):
             if not self._config.option.collectonly:
-                self._not_done = self._what_was_not_done(session.testsfailed > 0)
-            if self._mistaken or self._not_done:
+                self._not_done, missed_stop = self._what_was_not_done()
+            if self._mistaken or self._not_done or (missed_stop and not session.testsfailed):
                 session.exitstatus = _EXIT_MISTAKE
+            if missed_stop:
+                self._not_done.append(missed_stop)
         if self._unreached and self._is_whole() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -117,21 +120,27 @@ class SuiteReport:
             terminalreporter.section("scenarios that were never reached")
             for name in sorted(self._unreached):
                 terminalreporter.line(name)
-            if not self._is_whole():
-                terminalreporter.line("(this is no failure: only a part of the suite was to run)")
+            terminalreporter.line(
+                "(each must be reached once in a run of the whole suite: this run fails)"
+                if self._is_whole()
+                else "(this is no failure: only a part of the suite was to run)"
+            )
         for sentence in self._not_done:
             terminalreporter.line(f"dbo-greenlet: {sentence}", red=True)
 
-    def _what_was_not_done(self, failed: bool) -> list[str]:
-        """A sentence for what was asked for and did not happen."""
-        kit, found = self._kit, []
+    def _what_was_not_done(self) -> tuple[list[str], str]:
+        """A sentence for what was asked for and did not happen; apart from them, that nothing stopped in the debugger.
+
+        The latter alone is no mistake where a test fails: its step may have failed before that decision.
+        """
+        kit = self._kit
         if kit.replay is not None and not kit.replayed:
             which = f"the string is for step {kit.replay.call} of a test, and" if kit.replay.call else "because"
-            found.append(f"nothing was replayed, {which} no such step ran by dbo_run or dbo_explore")
-        # A step that fails before the decision has its own say.
-        elif kit.until is not None and not kit.stopped_at_decision and not failed:
-            found.append(f"--dbo-until: no step came to decision {kit.until}")
-        return found
+            return [f"nothing was replayed, {which} no such step ran by dbo_run or dbo_explore"], ""
+        if kit.until is None or kit.stopped_at_decision:
+            return [], ""
+        last = f"; the last was decision {kit.last_decision}" if kit.last_decision >= 0 else ""
+        return [], f"--dbo-until: no step came to decision {kit.until}{last}"
 
     def _is_whole(self) -> bool:
         """Whether the run was to be all of a suite, or of a folder of it: only then it must reach what it declares."""

@@ -53,13 +53,14 @@ class Until:
         debug: called with (where the microbatch stands, whether it is about to call what is to be debugged, the
             modules to pass over, a line that says what it is); starts a debugger there.
 
-    Attribute `reached`: whether it stopped.
+    Attributes: `reached`, whether it stopped; `last`, the last decision that the step came to, -1 where to none.
     """
 
     def __init__(self, decision: int, debug: Callable[[FrameType, bool, tuple[str, ...], str], None]) -> None:
         self.decision = decision
         self.debug = debug
         self.reached = False
+        self.last = -1
 
     def before_step(self, step: Step) -> None:
         for microbatch in step.microbatches:
@@ -88,7 +89,10 @@ class Until:
 
     def is_next(self, microbatch: Microbatch) -> bool:
         step = microbatch.step
-        return step is not None and not self.reached and len(step.decisions) == self.decision
+        if step is None or self.reached:
+            return False
+        self.last = len(step.decisions)
+        return self.last == self.decision
 
     def stop(self, microbatch: Microbatch, frame: FrameType) -> None:
         self.reached = True

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import BrokenGroupError, RankFailedError
 from .checksum import checksum
 from .errors import InjectedFault
 from .hazards import find_hazards
@@ -30,6 +31,7 @@ __all__ = [
     "Verdict",
     "first_finding",
     "is_injected",
+    "is_of_the_ranks",
     "laws_kept",
     "no_hazard",
     "nothing_left",
@@ -170,9 +172,18 @@ def _order_of_receives(run: StepRun) -> str | None:
 
 def is_injected(error: BaseException | None) -> bool:
     """Whether a fault raised `error`, or is in the chain of what led to it."""
+    return _is_in_chain(error, (InjectedFault, KeyboardInterrupt))
+
+
+def is_of_the_ranks(error: BaseException | None) -> bool:
+    """Whether another rank's failure led to `error`: the group is broken then, and every further step fails alike."""
+    return _is_in_chain(error, (RankFailedError, BrokenGroupError))
+
+
+def _is_in_chain(error: BaseException | None, kinds: tuple[type[BaseException], ...]) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, (InjectedFault, KeyboardInterrupt)):
+        if isinstance(error, kinds):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

@@ -69,5 +69,12 @@ def test_the_hash_sees_decisions_sites_and_count() -> None:
     assert base.hash == "257cca9c83081a17"
 
 
+def test_the_hash_takes_any_string_for_a_site() -> None:
+    broken, other = "caf\udce9.dispatch", "caf\udcea.dispatch"
+    assert Schedule(1, (0, 0), (broken, "")).hash != Schedule(1, (0, 0), (other, "")).hash
+    # Committed golden files and traces hold hashes: that of ordinary sites never changes.
+    assert Schedule(2, (0, 1, 0, 1), ("a", "café", "", "")).hash == "8c49ca60fb4a4e04"
+
+
 def test_yields_are_slices_less_the_returning_one() -> None:
     assert Schedule(3, (0, 1, 2, 0, 2, 2)).yields == (1, 0, 2)

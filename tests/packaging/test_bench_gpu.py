@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import bench_gpu
+import bench_gpu_ranks
 import pytest
 import torch
 from bench_gpu_common import Bench, Report, Table, spread, take_turns
@@ -229,3 +230,14 @@ class TestMerging:
         table = Table("T", ["", "long column"], [["a", "1"], ["bcd", "22"]])
         print_report(asdict(Report([table], ["said"])))
         assert capsys.readouterr().out == "\nT\n     long column\na              1\nbcd           22\n- said\n"
+
+
+class TestRanks:
+    def test_rows_of_two_gpus_do_not_take_the_names_of_one(self):
+        assert bench_gpu_ranks.named("ll, graph", 1) == "ll, graph"
+        assert bench_gpu_ranks.named("ll, graph", 2) == "ll, graph, 2 GPUs"
+
+    def test_only_ranks_that_share_a_gpu_pass_for_two_hosts(self):
+        shared, apart = ([bench_gpu_ranks.nccl_environment(rank, gpus) for rank in (0, 1)] for gpus in (1, 2))
+        assert len({one["NCCL_HOSTID"] for one in shared}) == 2
+        assert apart == [{}, {}]

@@ -47,14 +47,31 @@ def test_a_file_left_out_or_added_is_noticed(wheel: Path, tmp_path: Path) -> Non
         check_wheel.check_contents(wheel)
 
 
-def test_a_wheel_that_vllm_would_not_load_is_noticed(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", check_wheel.ENTRY_POINTS)
+def test_a_wheel_that_nobody_would_load_is_noticed(wheel: Path, tmp_path: Path, entry: str) -> None:
     without = tmp_path / "without.whl"
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(without, "w") as target:
         for name in source.namelist():
-            if name != "tests/stray.py" and not name.endswith("entry_points.txt"):
-                target.writestr(name, source.read(name))
-    with pytest.raises(check_wheel.CheckFailed, match="does not declare"):
+            if name == "tests/stray.py":
+                continue
+            content = source.read(name)
+            if name.endswith("entry_points.txt"):
+                content = content.replace(entry.encode(), b"")
+            target.writestr(name, content)
+    with pytest.raises(check_wheel.CheckFailed, match=f"does not declare '{entry}'"):
         check_wheel.check_contents(without)
+
+
+def test_the_kit_explores_from_the_wheel_where_torch_cannot_be_imported(wheel: Path, tmp_path: Path) -> None:
+    # Unpacked, as an installation would have it: pytest finds the entry point beside the package.
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "torch.py").write_text("raise ModuleNotFoundError('torch is not installed', name='torch')\n")
+    said = check_wheel.run_kit_test(
+        Path(sys.executable), tmp_path / "suite", PYTHONPATH=str(site), PYTEST_ADDOPTS="-p no:timeout"
+    )
+    assert "fails again" in said
 
 
 def test_the_core_runs_from_the_wheel_where_torch_cannot_be_imported(wheel: Path) -> None:

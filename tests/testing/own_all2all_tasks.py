@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dbo_greenlet.all2all.torch_distributed import TorchDistributed
-from dbo_greenlet.testing import Faults, FaultyRanks, explore
+from dbo_greenlet.testing import Faults, FaultyRanks, explore, run_step
 from dbo_greenlet.testing.recorded_all2all import RecordedAllToAll
 from dbo_greenlet.testing.step_run import StepUnderTest, TestBed
 from dbo_greenlet.testing.verdicts import DEFAULT, laws_kept
@@ -39,6 +39,13 @@ def model_over_gloo(name: str, capacity: int | None, static: bool, faults: str =
     own = OwnModel(1, all_to_all=transport, seed=ranks.rank)
     own.begin = ranks.begin_step
     return {**told(own.build, own, **options), "struck": [str(fault) for fault in ranks.struck], "steps": ranks.steps}
+
+
+def ready() -> bool:
+    """Everything is imported, and torch has run the model's operators once: seconds on a busy machine."""
+    own = OwnModel(1)
+    with own.recording():
+        return run_step(own.build, make_device=own.make_device).succeeded
 
 
 class DeepEPLayer(Recordings):

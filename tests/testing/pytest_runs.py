@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,19 @@ SECONDS = 120
 
 
 def environment(*, autoload: bool = False, path: str = "") -> dict[str, str]:
-    """This process' one, with this package, and without plugins that happen to be installed."""
+    """This process' one, with this package, and without plugins that happen to be installed.
+
+    `autoload`: with entry points; what the project's own test tools have is blocked by name, for speed.
+    """
     found = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "DBO_", "COV_"))}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [path, str(ROOT), os.environ.get("PYTHONPATH")]))
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found["COLUMNS"] = "200"
-    if not autoload:
+    if autoload:
+        found["PYTEST_ADDOPTS"] = " ".join(
+            f"-p no:{name}" for name in ("anyio", "hypothesispytest", "timeout", "xdist")
+        )
+    else:
         found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     return found
 
@@ -71,6 +79,11 @@ class Suite:
             env=environment(),
             check=False,
         )
+
+
+def sections(output: str) -> list[str]:
+    """What a report says of each failure; each begins with a headline such as "____ test_it ____"."""
+    return re.split(r"^_{5,} .+ _{5,}$", output, flags=re.MULTILINE)[1:]
 
 
 def the_line(output: str) -> str:

@@ -85,6 +85,12 @@ def uses(program: StreamProgram) -> list[tuple[Operation, Access, object]]:
     return found
 
 
+def updates(operation: Operation, access: Access) -> bool:
+    return any(
+        each.write != access.write and each[2:] == access[2:] for each in operation.accesses if each[0] == access[0]
+    )
+
+
 def in_flight(transfer: object, other: Operation) -> bool:
     if transfer is None or other.transfer is transfer:
         return False
@@ -154,6 +160,8 @@ def _reused(everything: list, graph: Graph) -> Iterator[tuple[str, int, int]]:
         if read.write or flight is not None or i is None:
             continue
         earlier = [each for each in everything[:position] if each[1].write and each[0] is not reader]
+        if updates(reader, read):
+            earlier = [each for each in earlier if not updates(each[0], each[1]) or each[0].owner == i]
         for at, (over, written, over_flight) in enumerate(earlier):
             if over.owner in (i, None) or written.partial or not meets(written, read) or in_flight(over_flight, reader):
                 continue
@@ -179,7 +187,9 @@ def _late_events(operations: list[Operation], graph: Graph) -> Iterator[tuple[st
         own = [each for each in on_stream if each.owner == i]
         waits = [each for each in operations if each.kind == "wait" and each.of == record.number]
         waits = [each for each in waits if each.owner == i]
-        if not own or own[-1].slice == record.slice or not waits or waits[0].stream == record.stream:
+        if not own or own[-1].slice == record.slice or own[-1].microbatch != i:
+            continue
+        if not waits or waits[0].stream == record.stream:
             continue
         since = on_stream[on_stream.index(own[-1]) + 1 :]
         if any(each.owner is None for each in since):

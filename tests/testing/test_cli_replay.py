@@ -88,6 +88,8 @@ def test_a_test_that_is_not_there_exits_with_2(suite: Suite, string: str) -> Non
         (["test_it.py::test_it", "no string"], "a replay string begins with 'dbor1:' and this begins with 'nostring'"),
         (["test_it.py::test_it"], "a test is replayed by its name and by the string that it printed"),
         (["dbor1:2;01;;;00000000"], "a test is replayed by its name and by the string that it printed"),
+        (["dbor1:2;01;;;00000000", "test_it.py::test_it"], "a test is replayed by its name and by the string"),
+        (["test_it.py"], "a test is replayed by its name and by the string that it printed"),
         (["test_it.py::test_it", "dbor1:2", "--json"], "--model, --run and --json are for traces"),
         (["test_it.py::test_it", "dbor1:2", "--until=-1"], "--until is -1; use 0 or more"),
         (["test_it.py::test_it", "dbor1:2", "--until=x"], "Invalid value for '--until'"),

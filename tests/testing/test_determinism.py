@@ -9,6 +9,7 @@ import pytest
 
 from dbo_greenlet import RoundRobin, dbo_enabled, dbo_yield
 from dbo_greenlet.policies import SeededRandom
+from dbo_greenlet.stream_program import Access
 from dbo_greenlet.testing.determinism import check_deterministic, compare_runs
 from dbo_greenlet.testing.errors import Finding, NondeterminismError
 from dbo_greenlet.testing.faults import Faults
@@ -155,6 +156,15 @@ class TestWhatDiffers:
         text = differing(build)
         assert "'then' on compute, microbatch 0 (slice 0, before its first yield) (reads even)" in text
         assert "(reads odd)" in text
+
+    def test_how_much_of_it_an_operation_touches(self):
+        runs = itertools.count()
+
+        def forward(i, bed):
+            rows = Access("rows", True, 0, 8, partial=next(runs) >= 2)
+            bed.device.work("scatter", 1.0, writes=[rows])
+
+        assert "writes some of rows[0:8]" in differing(entries(forward))
 
     def test_the_stream(self):
         runs = itertools.count()

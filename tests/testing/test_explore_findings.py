@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbo_greenlet import dbo_enabled, dbo_switch_to_compute, dbo_yield
+from dbo_greenlet.devices.cpu import CpuDevice
 from dbo_greenlet.errors import MicrobatchFailed
 from dbo_greenlet.step import running
 from dbo_greenlet.testing.errors import ExplorationFailed, NondeterminismError
@@ -164,6 +165,30 @@ class TestWhatIsFound:
         assert caught.value.replay in str(caught.value)
         return str(caught.value)
 
+    @pytest.mark.parametrize("options", [{}, {"count": 3, "make_device": CpuDevice, "strict": False}])
+    @pytest.mark.parametrize("faults", [None, "late@0.0:500us"])
+    def test_how_to_run_it_again_is_code_that_does(self, options, faults):
+        def build(bed: TestBed):
+            began: list[int] = []
+
+            def entry(i: int) -> None:
+                began.append(i)
+                dbo_yield("a")
+                if i == 0 and 1 in began and dbo_enabled():
+                    raise ValueError("broken")
+
+            return [partial(entry, i) for i in range(bed.count)]
+
+        text = self.found(build, faults=faults and Faults.parse(faults), verdicts=[succeeded], **options)
+        code = text.splitlines()[-1].removeprefix("Run it again: ")
+        names = {"run_step": run_step, "ReplayCase": ReplayCase, "Faults": Faults, "build": build}
+        if options:
+            names["make_device"] = CpuDevice
+        run = eval(code, names)
+        assert run.failed == 0 and "ValueError: broken" in str(run.error)
+        assert (run.schedule.count, run.faults) == (options.get("count", 2), faults or "")
+        assert ("strict=False" in code, "make_device" in code) == (bool(options), bool(options))
+
     def test_an_error_with_the_schedule_and_how_to_run_it_again(self):
         assert self.found(low_latency(2, numerics=False, mutate=out_of_phase), verdicts=[succeeded]) == "\n".join(
             [
@@ -177,8 +202,8 @@ class TestWhatIsFound:
                 "    2  microbatch 1  from its start to layer0.dispatch  (switch)",
                 "       then microbatch 1 x 1, 0 x 2, in the last of which the step fails",
                 "",
-                "Run it again: pytest --dbo-replay='dbor1:2;001100?;layer0.dispatch,layer0.combine,layer1.dispatch|=;;"
-                "12a64ff5'",
+                "Run it again: run_step(build, ReplayCase.decode('dbor1:2;001100?;layer0.dispatch,layer0.combine,"
+                "layer1.dispatch|=;;12a64ff5').policy())",
             ]
         )
 
@@ -309,7 +334,14 @@ class TestWhatIsFound:
 class TestFaults:
     @pytest.mark.parametrize(
         ("fault", "schedules"),
-        [("raise@0.0", 1), ("raise@0.1", 2), ("raise@1.0", 3), ("raise@1.1", 5), ("signal@0.1:INT", 2)],
+        [
+            ("raise@0.0", 1),
+            ("raise@0.1", 2),
+            ("raise@1.0", 3),
+            ("raise@1.1", 5),
+            ("signal@0.1:INT", 2),
+            ("fail@0.1", 4),
+        ],
     )
     def test_an_injected_fault_is_no_finding(self, fault, schedules):
         build = low_latency(1, numerics=False)

@@ -220,8 +220,8 @@ def test_a_file_that_was_edited_by_hand_is_refused(golden: Golden, line: int, ed
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (None, "does not exist; write it anew with pytest --dbo-update-golden"),
-        (b"", "is no golden schedule: its first line is ''"),
+        (None, "does not exist; write it with pytest --dbo-update-golden"),
+        (b"", "is empty; write it anew with pytest --dbo-update-golden"),
         (b"\xff\xfe", "is no golden schedule: it is not UTF-8 text"),
         (b"something else\n", "is no golden schedule: its first line is 'something else'"),
         (b"dbo-greenlet golden schedule, version 2\n", "of version '2' and this dbo_greenlet reads version 1"),

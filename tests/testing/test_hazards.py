@@ -337,6 +337,39 @@ def test_a_kv_cache_read_by_a_later_microbatch_is_no_reuse() -> None:
         assert kinds(hand) == ([] if partial else [("workspace-reused", 2, 4)])
 
 
+@pytest.mark.parametrize(
+    ("sibling", "found"), [("adds", []), ("clears", [("workspace-reused", 1, 3)]), ("clears alone", [])]
+)
+def test_what_all_microbatches_add_to_is_no_reuse(sibling: str, found: list[tuple[str, int, int]]) -> None:
+    hand = Hand()
+    if sibling != "clears alone":
+        hand.turn(0).work("compute", "count", ["load"], ["load"])
+    hand.turn(1)
+    if sibling != "adds":
+        hand.work("compute", "clear", [], ["load"])
+    hand.work("compute", "count", ["load"], ["load"])
+    hand.turn(0).work("compute", "count", ["load"], ["load"])
+    hand.work("compute", "count", ["load"], ["load"])
+    assert kinds(hand) == found
+
+
+def test_who_first_reads_what_one_write_destroyed_in_several_buffers_is_told() -> None:
+    hand = Hand()
+    hand.turn(0).work("compute", "first", [], ["b", "a"])
+    hand.turn(1).work("compute", "over", [], ["b", "a"])
+    hand.turn(0).work("compute", "early", ["a"])
+    hand.work("compute", "late", ["b"])
+    assert kinds(hand) == [("workspace-reused", 1, 2)]
+
+
+def test_what_is_added_by_a_sibling_is_seen_by_one_that_only_reads() -> None:
+    hand = Hand()
+    for i in (0, 1):
+        hand.turn(i).work("compute", "residual", ["hidden"], ["hidden"])
+    hand.turn(0).work("compute", "attention", ["hidden"], ["h0"])
+    assert kinds(hand) == [("workspace-reused", 1, 2)]
+
+
 def test_an_event_in_a_slice_with_nothing_of_its_own_is_no_late_event() -> None:
     hand = Hand()
     for i in range(2):
@@ -348,6 +381,23 @@ def test_an_event_in_a_slice_with_nothing_of_its_own_is_no_late_event() -> None:
         hand.record("compute", 10 + i)
         hand.wait("comm", 10 + i)
         hand.work("comm", "dispatch", [f"h{i}"], [f"r{i}"])
+    assert kinds(join(hand)) == []
+
+
+def test_what_a_siblings_hook_received_could_not_be_marked_before_the_switch() -> None:
+    hand = Hand()
+    sent = []
+    for i in range(2):
+        hand.turn(i)
+        for transfer in sent:
+            hand.receive("compute", transfer, ["r0"])
+        hand.work("compute", "attention", [], [f"h{i}"])
+        sent = [hand.send("compute", "dispatch", [f"h{i}"])]
+    hand.receive("compute", *sent, ["r1"])
+    # Its rows arrived in the sibling's slice, and go on at once on the other stream.
+    hand.turn(0).record("compute", 0)
+    hand.wait("comm", 0)
+    hand.work("comm", "experts", ["r0"], ["r0"])
     assert kinds(join(hand)) == []
 
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
 import threading
 from functools import partial
@@ -23,6 +25,7 @@ from dbo_greenlet.testing import (
     ExplorationFailed,
     Golden,
     NondeterminismError,
+    StepUnderTest,
     check_deterministic,
     explore,
     find_hazards,
@@ -192,6 +195,31 @@ def test_what_the_hardware_makes_of_free_streams_is_not_predicted() -> None:
     assert programs[0] == programs[1]
 
 
+def test_an_event_that_two_microbatches_share_is_not_told() -> None:
+    """Microbatch 0's dispatch waits for what 1 put on the compute stream meanwhile: the event is 1's by then."""
+
+    def build(bed: Any, shared: bool) -> StepUnderTest:
+        device, contexts = bed.device, bed.contexts()
+        events = [device.new_event()] * 2 if shared else [device.new_event(), device.new_event()]
+
+        def entry(i: int) -> None:
+            context = contexts[i]
+            device.work("attention", 60.0, writes=[f"hidden {i}"])
+            device.record(events[i], context.compute_stream)
+            dbo_yield("a")
+            device.wait(context.comm_stream, events[i])
+            device.work("dispatch", 50.0, reads=[f"hidden {i}"], stream=context.comm_stream)
+
+        return StepUnderTest([partial(entry, i) for i in range(2)], contexts)
+
+    begins = []
+    for shared in (False, True):
+        program = run_step(partial(build, shared=shared)).program
+        assert program is not None and find_hazards(program) == []
+        begins.append(next(each.begin for each in program.operations if each.name == "dispatch"))
+    assert begins == [60.0, 120.0]
+
+
 def test_another_process_is_not_in_the_program() -> None:
     """Two ranks that send in opposite orders: each is right by itself, and together they hang or mix up messages. What
     finds it is the comparison of schedules between ranks."""
@@ -292,6 +320,32 @@ def test_a_chance_that_did_not_show_is_not_found() -> None:
     check_deterministic(build, runs=2)
     with pytest.raises(NondeterminismError):
         check_deterministic(build, runs=2)
+
+
+def test_the_order_of_a_set_of_strings_is_the_same_twice_in_one_process() -> None:
+    """Two runs agree, and two processes with other hash seeds do not."""
+    script = """
+from dbo_greenlet import RoundRobin, dbo_yield
+from dbo_greenlet.testing import check_deterministic, run_step
+
+def forward():
+    for expert in {"gate", "up", "down", "shared", "norm"}:
+        dbo_yield(expert)
+
+def build(bed):
+    return [forward, forward]
+
+check_deterministic(build)
+print(run_step(build).schedule.hash)
+"""
+    hashes = set()
+    for seed in ("1", "2", "3"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(PAGE.parents[2])}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )
+        hashes.add(done.stdout)
+    assert len(hashes) > 1
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ EXPERTS = 3
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     pool = RankPool(2)
+    assert pool.check(tasks.ready) == [True, True]
     yield pool
     pool.close()
 
@@ -41,9 +42,7 @@ class LoopbackLayer(Recordings):
     def __init__(self, static: bool, tokens: tuple[int, ...]) -> None:
         super().__init__()
         self.inner = Loopback(EXPERTS, static_shapes=static)
-        self.inputs = [
-            random_inputs(generator_of(0, number), count, 2, EXPERTS) for number, count in enumerate(tokens)
-        ]
+        self.inputs = [random_inputs(generator_of(0, number), count, 2, EXPERTS) for number, count in enumerate(tokens)]
         self.expected = [dense_reference(*each) for each in self.inputs]
 
     def build(self, bed: TestBed) -> StepUnderTest:
@@ -77,20 +76,16 @@ def _layer(all_to_all: RecordedAllToAll, hidden: Tensor, ids: Tensor, weights: T
 def test_the_loopback_is_right_in_every_schedule(static: bool, tokens: tuple[int, ...], number: int) -> None:
     layer = LoopbackLayer(static, tokens)
     with layer.recording():
-        found = explore(
-            layer.build, make_device=layer.make_device, count=len(tokens), verdicts=(*DEFAULT, laws_kept)
-        )
+        found = explore(layer.build, make_device=layer.make_device, count=len(tokens), verdicts=(*DEFAULT, laws_kept))
     assert found.complete and found.schedules == number
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("capacity", "static"), [(None, False), (16, True)])
-def test_two_ranks_go_through_every_schedule_together(pool: RankPool, capacity: int | None, static: bool) -> None:
-    name = f"together {capacity}"
-    pool.make_groups(name, 2)
-    first, second = pool.check(tasks.model_over_gloo, name=name, capacity=capacity, static=static)
+def test_two_ranks_go_through_every_schedule_together(pool: RankPool) -> None:
+    pool.make_groups("together", 2)
+    first, second = pool.check(tasks.model_over_gloo, name="together", capacity=None, static=False)
     assert first == second
     assert first["schedules"] == first["distinct"] == 5
     assert first["steps"] > 5  # in turn for the reference, and once more to see that runs are alike
@@ -98,10 +93,10 @@ def test_two_ranks_go_through_every_schedule_together(pool: RankPool, capacity: 
 
 def test_one_seed_gives_both_ranks_the_same_schedules(pool: RankPool) -> None:
     pool.make_groups("random", 2)
-    run = partial(pool.check, tasks.model_over_gloo, name="random", capacity=None, static=False, how="random")
-    first, second = run(schedules=6, seed=5)
+    run = partial(pool.check, tasks.model_over_gloo, name="random", capacity=16, static=True, how="random", schedules=3)
+    first, second = run(seed=5)
     assert first == second and first["distinct"] > 1
-    other, _ = run(schedules=6, seed=6)
+    other, _ = run(seed=6)
     assert other["fingerprint"] != first["fingerprint"]
 
 
@@ -116,19 +111,19 @@ def test_layers_over_deepep_are_right_in_every_schedule(pool: RankPool, kind: st
 
 def test_a_rank_that_stalls_changes_no_schedule(pool: RankPool) -> None:
     pool.make_groups("stalls", 2)
-    run = partial(pool.check, tasks.model_over_gloo, name="stalls", capacity=None, static=False)
+    run = partial(pool.check, tasks.model_over_gloo, name="stalls", capacity=None, static=False, preemptions=0)
     plain, _ = run()
-    stalled = run(faults="stall@rank1:step2.1:30ms+stall@rank0:step5:20ms")
+    stalled = run(faults="stall@rank1:step2.1:30ms+stall@rank0:step1:20ms")
     assert [each["fingerprint"] for each in stalled] == [plain["fingerprint"]] * 2
-    assert [each["struck"] for each in stalled] == [["stall@rank0:step5:20ms"], ["stall@rank1:step2.1:30ms"]]
+    assert [each["struck"] for each in stalled] == [["stall@rank0:step1:20ms"], ["stall@rank1:step2.1:30ms"]]
 
 
 def test_a_rank_that_dies_ends_the_exploration_of_the_others(pool: RankPool) -> None:
     pool.make_groups("dies", 2)
-    options = {"how": "random", "schedules": 6, "seed": 5, "shrink_runs": 0}
+    options = {"how": "random", "schedules": 4, "seed": 5, "shrink_runs": 0}
     for rank in range(2):
         pool.send(
-            rank, tasks.model_over_gloo, name="dies", capacity=None, static=False, faults="die@rank1:step5.1", **options
+            rank, tasks.model_over_gloo, name="dies", capacity=None, static=False, faults="die@rank1:step4.1", **options
         )
     survivor = pool.receive(0)
     pool.processes[1].join(10)
@@ -137,9 +132,9 @@ def test_a_rank_that_dies_ends_the_exploration_of_the_others(pool: RankPool) -> 
     assert isinstance(error, ExplorationFailed), error
     assert "rank 1 failed: its process ended" in str(error)
     pool.start(1)
+    assert pool.check(tasks.ready, range(1, 2)) == [True]
     pool.send(0, rank_tasks.reset, name="dies")
     pool.make_groups_on(1, "dies", 2)
     assert pool.receive(0) == 1
-    # With the rank back everything is explored.
-    first, second = pool.check(tasks.model_over_gloo, name="dies", capacity=None, static=False)
-    assert first == second and first["schedules"] == 5
+    first, second = pool.check(tasks.model_over_gloo, name="dies", capacity=None, static=False, preemptions=0)
+    assert first == second and first["schedules"] == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dbo_greenlet.testing import ReplayCase
-from tests.testing.pytest_runs import PLUGIN, ROOT, Suite, environment, failures, the_line
+from tests.testing.pytest_runs import PLUGIN, ROOT, Suite, environment, failures, sections, the_line
 
 MODEL = """
     from functools import partial
@@ -122,6 +122,52 @@ FAILING = {
         """,
         "out of order",
     ),
+    "an exploration of a step that raises": (
+        """
+        from model import build
+
+        def raising(bed):
+            began = []
+
+            def noted(i, entry):
+                began.append(i)
+                value = entry()
+                if began == [0, 1] and i == 0:
+                    raise ValueError("microbatch 1 had begun")
+                return value
+
+            return [lambda i=i, entry=entry: noted(i, entry) for i, entry in enumerate(build(bed))]
+
+        def only_success(run, reference):
+            return str(run.error) if run.error else None
+
+        def test_it(dbo_explore):
+            dbo_explore(raising, verdicts=[only_success])
+        """,
+        "microbatch 1 had begun",
+    ),
+    "an exploration where no memory is left": (
+        """
+        from dbo_greenlet import dbo_yield
+        from dbo_greenlet.testing import Faults
+
+        def build(bed):
+            def entry(i):
+                dbo_yield("a")
+                if bed.faults is not None:
+                    bed.faults.allocating(i)
+                return i
+
+            return [lambda i=i: entry(i) for i in range(bed.count)]
+
+        def never_this(run, reference):
+            return "microbatch 1 first" if run.schedule.decisions[:2] == (0, 1) else None
+
+        def test_it(dbo_explore):
+            dbo_explore(build, verdicts=[never_this], faults=Faults.parse("oom@1.0"))
+        """,
+        "microbatch 1 first",
+    ),
     "hypothesis": (
         """
         from hypothesis import HealthCheck, given, settings, strategies as st
@@ -153,35 +199,69 @@ FAILING = {
 }
 
 
+# What a report shows of the code under test, where a step's error is the reason.
+MODELS_LINE = {
+    "a microbatch that raises": 'raise ValueError("in microbatch 1")',
+    "an exploration of a step that raises": 'raise ValueError("microbatch 1 had begun")',
+}
+
+
+def file_of(kind: str) -> str:
+    return f"test_{kind.replace(' ', '_')}.py"
+
+
+class Failed:
+    """All of `FAILING` in one suite, run once. Attribute `reports`: what it said of each."""
+
+    def __init__(self, suite: Suite) -> None:
+        self.suite = suite
+        for kind, (text, _) in FAILING.items():
+            suite.write(file_of(kind), text)
+        done = suite.pytest()
+        assert done.returncode == 1 and len(sections(done.stdout)) == len(FAILING), done.stdout + done.stderr
+        self.reports = {}
+        for report in sections(done.stdout):
+            (kind,) = [kind for kind in FAILING if f"'{file_of(kind)}::test_it'" in the_line(report)]
+            self.reports[kind] = report
+
+    def line(self, kind: str) -> str:
+        return the_line(self.reports[kind])
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Failed:
+    suite = Suite(tmp_path_factory.mktemp("failed"))
+    suite.write("model.py", MODEL)
+    return Failed(suite)
+
+
 @pytest.mark.parametrize("kind", FAILING)
-def test_a_failing_test_prints_one_line_that_fails_in_the_same_way(suite: Suite, kind: str) -> None:
-    text, expected = FAILING[kind]
-    suite.write("test_it.py", text)
-    first = suite.pytest()
-    assert first.returncode == 1 and expected in first.stdout, first.stdout + first.stderr
-    line = the_line(first.stdout)
-    assert line.startswith(f"python -m pytest -p {PLUGIN} 'test_it.py::test_it' --dbo-replay='dbor1:")
-    again = suite.shell(line)
+def test_a_failing_test_prints_one_line_that_fails_in_the_same_way(failed: Failed, kind: str) -> None:
+    expected = FAILING[kind][1]
+    first, line = failed.reports[kind], failed.line(kind)
+    assert line.startswith(f"python -m pytest -p {PLUGIN} '{file_of(kind)}::test_it' --dbo-replay='dbor1:")
+    again = failed.suite.shell(line)
     assert again.returncode == 1, again.stdout + again.stderr
     assert "dbo-greenlet: replaying " in again.stdout and "1 passed" not in again.stdout
     # The replayed schedule is judged alone: of an exploration's words only the finding is left.
-    wanted = [f for f in failures(first.stdout) if expected in f]
+    wanted = [f for f in failures(first) if expected in f]
     assert wanted and [f for f in failures(again.stdout) if expected in f]
     if "exploration" not in kind:
-        assert failures(again.stdout)[0] == failures(first.stdout)[0]
+        assert failures(again.stdout)[0] == failures(first)[0]
+    for shown in (first, again.stdout):
+        assert "Run it again" not in shown
+        places = [each.removeprefix(">").strip() for each in shown.splitlines() if each.startswith(">")]
+        assert MODELS_LINE.get(kind, places[0]) in places
     assert the_line(again.stdout) == line
 
 
-def test_the_line_names_the_step_of_a_test_with_several(suite: Suite) -> None:
-    suite.write("test_it.py", FAILING["the third of several steps"][0])
-    line = the_line(suite.pytest().stdout)
-    case = ReplayCase.decode(line.partition("--dbo-replay=")[2])
+def test_the_line_names_the_step_of_a_test_with_several(failed: Failed) -> None:
+    case = ReplayCase.decode(failed.line("the third of several steps").partition("--dbo-replay=")[2])
     assert case.call > 1 and case.schedule.decisions[:5] == (0, 0, 1, 0, 1)
 
 
-def test_the_line_has_the_faults(suite: Suite) -> None:
-    suite.write("test_it.py", FAILING["a fault"][0])
-    case = ReplayCase.decode(the_line(suite.pytest().stdout).partition("--dbo-replay=")[2])
+def test_the_line_has_the_faults(failed: Failed) -> None:
+    case = ReplayCase.decode(failed.line("a fault").partition("--dbo-replay=")[2])
     assert case.faults == "raise@1.2+raise@0.99"
     # Up to the slice that the fault ended, which has no site.
     assert len(case.schedule.sites) == len(case.schedule) - 1 and case.schedule.decisions[-1] == 1
@@ -281,13 +361,14 @@ def test_options_that_the_failure_depends_on_are_in_the_line(suite: Suite) -> No
 # -- replaying a changed program ---------------------------------------------------------------------------------------
 
 
-def recorded_line(suite: Suite) -> str:
-    suite.write("test_it.py", FAILING["an assertion"][0])
-    return the_line(suite.pytest().stdout)
+def recorded_line(suite: Suite, failed: Failed, kind: str, mended: tuple[str, str] = ("", "")) -> str:
+    """The line that a test printed; `suite` has the test as it is now."""
+    suite.write(file_of(kind), FAILING[kind][0].replace(*mended))
+    return failed.line(kind)
 
 
-def test_replay_of_a_changed_program_stops_at_the_first_decision_that_differs(suite: Suite) -> None:
-    line = recorded_line(suite)
+def test_replay_of_a_changed_program_stops_at_the_first_decision_that_differs(suite: Suite, failed: Failed) -> None:
+    line = recorded_line(suite, failed, "an assertion")
     suite.write("model.py", MODEL.replace("layer{layer}.combine", "layer{layer}.gather"))
     again = suite.shell(line)
     assert again.returncode == 1
@@ -298,8 +379,8 @@ def test_replay_of_a_changed_program_stops_at_the_first_decision_that_differs(su
     assert the_line(again.stdout) == line
 
 
-def test_replay_of_another_model_is_one_sentence_and_exit_code_2(suite: Suite) -> None:
-    line = recorded_line(suite)
+def test_replay_of_another_model_is_one_sentence_and_exit_code_2(suite: Suite, failed: Failed) -> None:
+    line = recorded_line(suite, failed, "an assertion")
     suite.write("model.py", MODEL.replace("layer{layer}", "block{layer}"))
     again = suite.shell(line)
     assert again.returncode == 2
@@ -308,13 +389,10 @@ def test_replay_of_another_model_is_one_sentence_and_exit_code_2(suite: Suite) -
     assert "--dbo-replay=" not in again.stdout
 
 
-def test_a_bug_that_is_mended_passes(suite: Suite) -> None:
-    line = recorded_line(suite)
-    suite.write("test_it.py", FAILING["an assertion"][0].replace('== "nothing"', '!= "nothing"'))
+def test_a_bug_that_is_mended_passes(suite: Suite, failed: Failed) -> None:
+    line = recorded_line(suite, failed, "an assertion", ('== "nothing"', '!= "nothing"'))
     assert suite.shell(line).returncode == 0
-    suite.write("test_it.py", FAILING["an exploration"][0])
-    line = the_line(suite.pytest().stdout)
-    suite.write("test_it.py", FAILING["an exploration"][0].replace("run.back_to_compute = ", "run.unused = "))
+    line = recorded_line(suite, failed, "an exploration", ("run.back_to_compute = ", "run.unused = "))
     again = suite.shell(line + " -rs")
     assert again.returncode == 0 and "1 skipped" in again.stdout
     assert "the replayed schedule passes every verdict; without --dbo-replay the test explores" in again.stdout
@@ -445,7 +523,7 @@ def test_golden_files_are_written_compared_and_guarded(suite: Suite) -> None:
     )
     missing = suite.pytest()
     assert missing.returncode == 2 and "3 failed" in missing.stdout
-    assert "one_layer.txt does not exist; write it anew with pytest --dbo-update-golden" in missing.stdout
+    assert "one_layer.txt does not exist; write it with pytest --dbo-update-golden" in missing.stdout
     written = suite.pytest("--dbo-update-golden")
     assert written.returncode == 0 and "golden schedules written" in written.stdout
     goldens = suite.folder / "deeper" / "goldens"
@@ -459,6 +537,8 @@ def test_golden_files_are_written_compared_and_guarded(suite: Suite) -> None:
     (goldens / "test_it-phase_offset-2.txt").replace(swapped)
     differing = suite.pytest("-k", "round_robin")
     assert differing.returncode == 1
+    # The difference, and not the source of what compares.
+    assert "def compare" not in differing.stdout
     assert "  > " in differing.stdout and "policy: golden phase_offset:2, this step round_robin" in differing.stdout
     the_line(differing.stdout)
     edited = goldens / "one_layer.txt"
@@ -561,13 +641,22 @@ def test_until_stops_before_a_first_slice_and_can_be_left(suite: Suite) -> None:
     assert done.returncode == 2 and "Quitting debugger" in done.stdout
 
 
-def test_until_in_the_schedule_that_an_exploration_found(suite: Suite) -> None:
-    suite.write("test_it.py", FAILING["an exploration"][0])
-    line = the_line(suite.pytest().stdout)
+def test_until_in_the_schedule_that_an_exploration_found(suite: Suite, failed: Failed) -> None:
+    line = recorded_line(suite, failed, "an exploration")
     test = line.partition("'")[2].partition("'")[0]
     done = suite.pytest(test, line.rpartition(" ")[2].replace("'", ""), "--dbo-until=2", stdin="p 'AT', site\nc\n")
     assert "decision 2: microbatch 0 goes on after 'layer0.before_combine'" in done.stdout
     assert "('AT', 'layer0.before_combine')" in done.stdout and "1 failed" in done.stdout
+
+
+def test_until_behind_the_end_is_told_beside_a_failure_too(suite: Suite) -> None:
+    suite.write("test_it.py", FAILING["an assertion"][0])
+    failed = suite.pytest("--dbo-until=99")
+    assert failed.returncode == 1 and "1 failed" in failed.stdout
+    assert "dbo-greenlet: --dbo-until: no step came to decision 99; the last was decision 9" in failed.stdout
+    suite.write("test_it.py", "def test_it(dbo_run):\n    dbo_run(lambda bed: [int, int])\n")
+    passed = suite.pytest("--dbo-until=2")
+    assert passed.returncode == 2 and "no step came to decision 2; the last was decision 1" in passed.stdout
 
 
 # -- scenarios ---------------------------------------------------------------------------------------------------------
