@@ -58,6 +58,7 @@ def check_deterministic(
     Raises:
         NondeterminismError: two runs differ; the message names the first difference and the usual causes.
     """
+    __tracebackhide__ = True  # to pytest, which would print this function above what was found
     from ..policy import RoundRobin
 
     runner = StepRunner(

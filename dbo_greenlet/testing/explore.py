@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -101,6 +101,7 @@ def explore(
     faults: Faults | None = None,
     strict: bool = True,
     thread_state: Any = "auto",
+    instruments: Iterable[Any] = (),
     shrink_runs: int = 1000,
     report: Callable[[str], object] | None = print,
 ) -> Exploration:
@@ -117,7 +118,7 @@ def explore(
             probability of at least 1 / (N * k ** (depth - 1)), with k decisions in a step.
         seed: by chance: the same seed gives the same schedules.
         verdicts: what each run is judged by; the first that finds something ends the exploration.
-        make_device, faults, strict, thread_state: see `run_step`.
+        make_device, faults, strict, thread_state, instruments: see `run_step`.
         shrink_runs: the most runs for each of the two ways of shrinking (`shrink`).
         report: gets a line before the first run of the exploration; None for none.
 
@@ -133,7 +134,13 @@ def explore(
     """
     _check(how, preemptions, most, schedules, depth, shrink_runs)
     runner = StepRunner(
-        build, count=count, make_device=make_device, faults=faults, strict=strict, thread_state=thread_state
+        build,
+        count=count,
+        make_device=make_device,
+        faults=faults,
+        strict=strict,
+        thread_state=thread_state,
+        instruments=instruments,
     )
     trials = Trials(runner, verdicts, reference_of(build, count=count, make_device=make_device, faults=faults))
     bound = preemptions if how == "exhaustive" else None

@@ -89,6 +89,7 @@ def find_hazards(program: StreamProgram, *, order_of_microbatches: bool = True) 
 
 def check(program: StreamProgram, *, order_of_microbatches: bool = True) -> None:
     """Raise `HazardError` if `program` has hazards; arguments as of `find_hazards`."""
+    __tracebackhide__ = True  # to pytest, which would print this function above what was found
     hazards = find_hazards(program, order_of_microbatches=order_of_microbatches)
     if hazards:
         count = "1 hazard" if len(hazards) == 1 else f"{len(hazards)} hazards"

@@ -22,6 +22,7 @@ from .step_record import StepRecord
 from .step_run import Build, StepRun, StepRunner, run_step
 
 if TYPE_CHECKING:
+    from ..step import Step
     from .explore import Exploration
     from .plugin import Kit
 
@@ -118,6 +119,27 @@ class DboRun:
         return policy_from_text(f"{policy}:{self.seed}" if policy in ("random", "pct") else policy)
 
 
+class _Latest:
+    """An instrument that knows the step that began last: cheap enough for thousands of them, and holds none of it."""
+
+    def __init__(self) -> None:
+        self.count = 0  # of its microbatches; 0 before the first step
+        self._decisions: list[int] = []
+        self._sites: list[str] = []
+        self._failed: int | None = None
+
+    def before_step(self, step: Step) -> None:
+        self.count, self._decisions, self._sites, self._failed = step.count, step.decisions, step.sites, None
+
+    def after_step(self, step: Step, error: BaseException | None) -> None:
+        self._failed = step.failed_index
+
+    def schedule(self) -> Schedule:
+        """As far as it came; one decision more than sites where a slice was cut off."""
+        cut_off = () if self._failed is None else (self._failed,)
+        return Schedule(self.count, (*self._decisions, *cut_off), tuple(self._sites))
+
+
 class DboExplore:
     """`explore`, bound to the command line."""
 
@@ -146,6 +168,10 @@ class DboExplore:
         from .explore import explore
         from .failure_text import AGAIN
 
+        if isinstance(options.get("faults"), str):
+            options["faults"] = Faults.parse(options["faults"]) or None
+        latest = _Latest()
+        options["instruments"] = [latest, *options.get("instruments", ())]
         try:
             return explore(build, **options)
         except ExplorationFailed as error:
@@ -155,6 +181,14 @@ class DboExplore:
                 error.args = (str(error).rpartition(AGAIN)[0],)
             # Where in `explore` it was raised tells nobody anything; where in the model its cause was, does.
             raise error.with_traceback(None) from error.__cause__
+        except Exception:
+            # A mistake in what was asked for, or a step that is another one each time: no schedule repeats that.
+            raise
+        except BaseException:
+            # A time limit, Ctrl-C: the schedule that hung is the one to run again.
+            if latest.count:
+                self._calls.note(ReplayCase(latest.schedule(), str(options.get("faults") or "")))
+            raise
 
     def _replay(self, build: Build, case: ReplayCase, options: dict[str, Any]) -> None:
         __tracebackhide__ = True

@@ -281,6 +281,7 @@ def outcome_of(run: StepRun) -> Event:
 
 
 def _compare(attempt: str, expected: Expected, log: list[Event], run: StepRun) -> None:
+    __tracebackhide__ = True  # to pytest, which would print this function above what was found
     for what, real, model in (
         ("event", log, expected.log),
         ("decision", list(run.schedule.decisions), expected.decisions),

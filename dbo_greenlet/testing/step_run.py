@@ -83,7 +83,7 @@ class StepUnderTest:
 Build = Callable[[TestBed], "StepUnderTest | Sequence[Callable[[], Any]]"]
 
 
-@dataclass
+@dataclass(repr=False)
 class StepRun:
     """What came of a run.
 
@@ -116,6 +116,12 @@ class StepRun:
     def succeeded(self) -> bool:
         return self.error is None
 
+    def __repr__(self) -> str:
+        # What a failing `assert run.succeeded` shows, cut off behind some eighty characters: the error comes first.
+        if self.error is None:
+            return f"<StepRun succeeded: {self.schedule.encode()}, policy {self.policy}>"
+        return f"<StepRun failed: {type(self.error).__name__}: {self.error}; after {self.schedule.encode()}>"
+
 
 class StepRunner:
     """Runs a step under test any number of times, each time built anew, on one scheduler.
@@ -136,7 +142,7 @@ class StepRunner:
         instruments: Iterable[Any] = (),
         outputs: bool = True,
     ) -> None:
-        self.build = build
+        self.build = _callable(build)
         self.count = count
         self.make_device = make_device or virtual_device()
         self.faults = faults
@@ -275,7 +281,7 @@ def run_in_turn(
 
     This is the reference for bit-equality. What an entry raises passes through.
     """
-    step = _built(build, _bed(make_device or virtual_device(), count, faults))
+    step = _built(_callable(build), _bed(make_device or virtual_device(), count, faults))
     outputs = [entry() for entry in step.entries]
     if step.after is not None:
         step.after()
@@ -294,6 +300,15 @@ def _bed(make_device: Callable[[], Any], count: int, faults: Faults | None) -> T
     if faults is not None:
         faults.prepare(bed)
     return bed
+
+
+def _callable(build: Build) -> Build:
+    if not callable(build):
+        raise ConfigurationError(
+            f"build is a function that takes a TestBed and returns the entries, and not {type(build).__name__}: "
+            "a run uses its step up, and the next one needs a new one"
+        )
+    return build
 
 
 def _built(build: Build, bed: TestBed) -> StepUnderTest:
