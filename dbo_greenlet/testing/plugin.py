@@ -12,7 +12,8 @@ large) are one sentence, and the run's exit code is then 2. Other tests run on: 
 learn nothing about them.
 
 The file is a plugin by two ways, the installed entry point "dbo_greenlet" and `-p dbo_greenlet.testing.plugin`, and is
-registered once also where both are taken.
+registered once also where both are taken. (PYTEST_DONT_REWRITE: it has no assertions, and by the first way it is
+imported before pytest could rewrite them, which pytest would warn about.)
 """
 
 from __future__ import annotations
