@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
+import pytest
 
 from dbo_greenlet.trace import StepTrace, read_trace
 from dbo_greenlet.trace.notation import parse_site
+
+protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="perfetto is not installed")
 
 Where = tuple[int, str]  # rank, track without the number of its lane
 Span = tuple[int, str, int, int]  # rank, track, begin, end (nanoseconds)
