@@ -19,6 +19,10 @@ between real processes. Each strikes once, on the real scheduler, carrier and de
 how). Two of them need the step's help, which `bed.faults` gives: a step asks `tokens(i, normal)` for the size of a
 microbatch, and says `allocating(i)` before it allocates, unless the device does both (`VirtualDevice.new_buffer`).
 
+A signal is handled by the main thread. With `carrier="thread"` that thread waits meanwhile, and when it hears of the
+signal is the system's affair: the error comes again, the schedule up to it may be another one. On greenlets both come
+again.
+
 A fault that the run never came to has not struck, and the run is then like any other: `struck` and `missed` say which.
 """
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from dbo_greenlet.trace import HeaderRecord, SliceRecord, StepRecord, TraceWriter, read_trace
-from tests.job.command import dbo_greenlet, environment, in_process, one_sentence
+from tests.cli.loaded import output_and_loaded
+from tests.job.command import dbo_greenlet, in_process, one_sentence
 from tests.trace.exported import Shown, expected, from_chrome, from_perfetto
 
 FORMATS = ("chrome", "perfetto")
@@ -86,35 +86,15 @@ def test_two_real_runs_decide_alike(recorded: tuple[Path, Path], tmp_path: Path)
 
 @pytest.mark.parametrize("command", ["diff", "export"])
 def test_help_has_an_example_and_needs_nothing_heavy(command: str) -> None:
-    code = (
-        "import sys, dbo_greenlet.cli.main as m\n"
-        "try:\n    m.main(sys.argv[1:])\n"
-        "finally:\n    print(sorted({'torch', 'numpy', 'greenlet', 'perfetto', 'google.protobuf'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=60, env=environment()
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"Example: dbo-greenlet {command}" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+    output, loaded = output_and_loaded("torch numpy greenlet perfetto google.protobuf", command, "--help")
+    assert f"Example: dbo-greenlet {command}" in output
+    assert loaded == "[]"
 
 
 def test_diff_and_export_need_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys, dbo_greenlet.cli.main as m\n"
-        "try:\n    m.main(sys.argv[1:])\n"
-        "finally:\n    print('torch' in sys.modules)"
-    )
     file = trace(tmp_path / "t")
     for words in (["diff", file, file], ["export", file, "--format", "perfetto", "-o", tmp_path / "out"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=environment(),
-        )
-        assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "False")
+        assert output_and_loaded("torch", *words)[1] == "[]"
 
 
 def test_diff_exit_codes_and_json(tmp_path: Path) -> None:

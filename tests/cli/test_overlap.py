@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from dbo_greenlet.trace import HeaderRecord, RecvRecord, SliceRecord, StepRecord, TraceWriter
-from tests.job.command import environment, in_process, one_sentence
+from tests.cli.loaded import output_and_loaded
+from tests.job.command import in_process, one_sentence
 from tests.trace.profiles import DISPATCH, GEMM, ChromeProfile, NsysProfile
 
 
@@ -24,35 +24,15 @@ def profile(path: Path) -> Path:
 
 @pytest.mark.parametrize("command", ["overlap", "import"])
 def test_help_has_an_example_and_needs_nothing_heavy(command: str) -> None:
-    code = (
-        "import sys, dbo_greenlet.cli.main as m\n"
-        "try:\n    m.main(sys.argv[1:])\n"
-        "finally:\n    print(sorted({'torch', 'numpy', 'greenlet', 'msgspec'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=60, env=environment()
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"Example: dbo-greenlet {command}" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+    output, loaded = output_and_loaded("torch numpy greenlet msgspec", command, "--help")
+    assert f"Example: dbo-greenlet {command}" in output
+    assert loaded == "[]"
 
 
 def test_overlap_and_import_need_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys, dbo_greenlet.cli.main as m\n"
-        "try:\n    m.main(sys.argv[1:])\n"
-        "finally:\n    print('torch' in sys.modules)"
-    )
     file = profile(tmp_path / "p.json")
     for words in (["overlap", file], ["import", file, "-o", tmp_path / "out"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=environment(),
-        )
-        assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "False")
+        assert output_and_loaded("torch", *words)[1] == "[]"
 
 
 def test_overlap_of_a_profile(tmp_path: Path) -> None:
