@@ -7,6 +7,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VERSIONS ?=
 # Further arguments for pytest: make test ARGS="tests/moe -x"
 ARGS ?=
+# Processes that `make test` runs test files in; 0 is this one, for a debugger.
+WORKERS ?= 2
 
 PY := .venv/bin/python
 VLLM_PY := .venv-vllm/bin/python
@@ -37,7 +39,7 @@ demo: setup ## run the demonstration
 	@.venv/bin/dbo-greenlet run
 
 test: setup ## run the tests
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-core: ## run the core's tests on every other supported Python found, without torch
 	$(needs_python) $(BOOTSTRAP) scripts/run_core_tests.py
