@@ -95,7 +95,8 @@ class GpuTimeline:
         self.every_slice = every_slice
         self.clock = clock
         self.capturing: Callable[[], bool] = capturing
-        self._plain = device
+        # Where the device tells somebody of events, it need not tell of these.
+        self._plain = getattr(device, "plain", device)
         self._eager: list[StepEvents] = []
         self._running: StepEvents | None = None  # whose slice runs now
         self._anchor: tuple[Any, Any] | None = None  # an event, and a stream of its own for it

@@ -238,8 +238,8 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
         microbatch.started = True
         if microbatch.stream != stream_now:
             streams.put(microbatch.stream)
-        if begin_slice:
-            hooks.notify(begin_slice, microbatch)
+        if begin_slice is not None:
+            begin_slice(microbatch)
         if bracket is not None:
             this = Slice(index, microbatch.slice_number, len(decisions), microbatch.site)
             bracket.begin(this)
@@ -286,8 +286,8 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             sites.append(microbatch.site)
             step.last = index
             microbatch.slice_number += 1
-        if end_slice:
-            hooks.notify(end_slice, microbatch)
+        if end_slice is not None:
+            end_slice(microbatch)
 
 
 def _end_bracket(bracket: SliceBracket, this: Slice, microbatch: GreenletMicrobatch) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -87,6 +88,9 @@ class Runner:
             its multiprocessors while a split step runs. Without it the all-to-all makes room for its largest step.
         timeline: a `GpuTimeline`: the split steps' slices are timed on the GPU, in graphs too.
 
+    Attributes: `voted`, nanoseconds (`time.perf_counter_ns`) around the latest step's vote; None before the first, and
+    where there is no group to vote with.
+
     A runner runs one step at a time.
 
     Raises:
@@ -140,6 +144,7 @@ class Runner:
         self._moved = self.device.new_event()
         self._timeline = timeline
         self._all2all = all2all
+        self.voted: tuple[int, int] | None = None
         self._graphs = StepGraphs(graph_sizes, self._tensor_device()) if graph_sizes else None
         self._pool: GraphPool | None = None
         if graph_sizes and use_graphs:
@@ -210,7 +215,10 @@ class Runner:
     def _votes(self, vote: RankVote) -> list[RankVote]:
         if self.group is None:
             return [vote]
-        return [RankVote.from_row(row) for row in self.group.exchange(vote.to_row())]
+        begin = perf_counter_ns()
+        rows = self.group.exchange(vote.to_row())
+        self.voted = (begin, perf_counter_ns())
+        return [RankVote.from_row(row) for row in rows]
 
     def _run(self, step: StepInput, decision: Decision, mode: str, policy: Policy | None, fits: bool) -> StepOutput:
         rows = step.num_padded_tokens
@@ -226,9 +234,11 @@ class Runner:
         else:
             step = pad_step(step, decision.tokens_on(0 if self.group is None else self.group.rank))
         tokens = step.num_padded_tokens
+        slices = tuple(split_step(step, decision.num_microbatches)) if decision.split else ()
+        if self.scheduler.recording is not None:
+            self._describe(step, decision, slices)
         if not decision.split:
             return StepOutput(first_rows(self._forward(step), rows), decision, tokens=tokens)
-        slices = tuple(split_step(step, decision.num_microbatches))
         if mode == "sequential":
             outputs = [entry() for entry in self._entries(step, slices)]
             return StepOutput(first_rows(merge_outputs(outputs, slices), rows), decision, slices, tokens=tokens)
@@ -238,6 +248,28 @@ class Runner:
         output, schedule = self._run_split(step, slices, scheduler, contexts, events)
         self._compare(schedule)
         return StepOutput(first_rows(output, rows), decision, slices, schedule, timeline=events, tokens=tokens)
+
+    def _describe(self, step: StepInput, decision: Decision, slices: Sequence[UBatchSlice]) -> None:
+        """Tell the recording what the scheduler cannot know of the step."""
+        from .trace.process_trace import StepDetails
+
+        recording, group = self.scheduler.recording, self.group
+        if recording is not None:
+            details = StepDetails(
+                rank=0 if group is None else group.rank,
+                world=len(decision.votes),
+                tokens=step.num_tokens,
+                padded=step.num_padded_tokens,
+                split=decision.split,
+                reason=str(decision.reason),
+                votes=[vote.to_row().tolist() for vote in decision.votes],
+                slices=[
+                    [s.token_slice.start, s.token_slice.stop, s.request_slice.start, s.request_slice.stop]
+                    for s in slices
+                ],
+                voted=self.voted,
+            )
+            recording.describe(details)
 
     def _entries(self, step: StepInput, slices: Sequence[UBatchSlice]) -> list[Callable[[], Any]]:
         if step.num_padded_requests > self._buffers.max_requests:
@@ -263,12 +295,16 @@ class Runner:
                     self._join(contexts)
                 raise
         self._join(contexts)
+        if self.scheduler.recording is not None:
+            self.scheduler.recording.step_over()
         return merge_outputs(result.outputs, slices), result.schedule
 
     def _join(self, contexts: list[UBatchContext]) -> None:
         """Whatever is enqueued next runs behind the step's communication as well."""
-        self.device.record(self._joined, contexts[0].comm_stream)
-        self.device.wait(contexts[0].compute_stream, self._joined)
+        # By the contexts' device, which may be one that notes what it is asked for.
+        device = contexts[0].device
+        device.record(self._joined, contexts[0].comm_stream)
+        device.wait(contexts[0].compute_stream, self._joined)
 
     def _expect(self, tokens: int, microbatches: int) -> None:
         """Tell the all-to-all the most tokens that a microbatch of any rank has: a number that all ranks know."""

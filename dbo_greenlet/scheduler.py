@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -48,6 +49,7 @@ __all__ = ["CARRIERS", "Scheduler", "StepResult"]
 if TYPE_CHECKING:
     from .devices import Device
     from .slice_bracket import SliceBracket
+    from .trace.process_trace import ProcessTrace
 
 T = TypeVar("T")
 logger = logging.getLogger("dbo_greenlet")
@@ -84,24 +86,61 @@ class StepHooks:
         self.instruments = instruments
         self.bracket = bracket
         self.pool = pool
-        self.before_slice = self.listeners("before_slice")
-        self.after_slice = self.listeners("after_slice")
+        self.before_slice = self.teller("before_slice")
+        self.after_slice = self.teller("after_slice")
         self.copy_context = contextvars.copy_context().copy
 
-    def listeners(self, event: str) -> list[Any]:
-        if not self.instruments:
-            return []
-        return [method for i in self.instruments if (method := getattr(i, event, None)) is not None]
+    def teller(self, event: str) -> Callable[..., Any] | None:
+        """What tells the instruments of `event`; None where none listens.
 
-    def notify(self, listeners: list[Any], *arguments: Any) -> None:
-        """Call each listener; one that raises is taken off and logged, the step goes on without it."""
-        for method in tuple(listeners):
+        One that raises is taken off and logged, and the step goes on without it: an instrument watches, and must not be
+        able to fail the step that it watches. One that says `never_raises` need not be guarded against, which saves a
+        call in each event.
+        """
+        if not self.instruments:
+            return None
+        heard = (getattr(instrument, event, None) for instrument in self.instruments)
+        methods: list[Callable[..., Any]] = [method for method in heard if method is not None]
+        if len(methods) > 1:
+            return partial(_tell, methods)
+        if not methods:
+            return None
+        # The usual case, several times in each slice: without a loop.
+        only = methods[0]
+        if all(getattr(each, "never_raises", False) for each in self.instruments):
+            return only
+
+        def tell(*arguments: Any) -> None:
+            nonlocal only
             try:
-                method(*arguments)
+                only(*arguments)
             except Exception:
-                # An instrument watches; it must not be able to fail the step that it watches.
-                listeners.remove(method)
-                logger.exception("instrument %r raised and is removed", getattr(method, "__self__", method))
+                _taken_off(only)
+                only = _not_listening
+
+        return tell
+
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Tell the instruments of what happens once a step."""
+        if (teller := self.teller(event)) is not None:
+            teller(*arguments)
+
+
+def _tell(methods: list[Any], *arguments: Any) -> None:
+    for method in tuple(methods):
+        try:
+            method(*arguments)
+        except Exception:
+            _taken_off(method)
+            methods.remove(method)
+
+
+def _taken_off(method: Any) -> None:
+    logger.exception("instrument %r raised and is removed", getattr(method, "__self__", method))
+
+
+def _not_listening(*_: Any) -> None:
+    """In the place of an instrument that was taken off."""
 
 
 # What the scheduler finds wrong and raises inside a microbatch, at its own yield point. It names the microbatch
@@ -128,7 +167,11 @@ class Scheduler:
         watchdog: seconds without progress after which a report of the stuck step is logged; None is off.
         instruments: objects with any of the methods `before_step(step)`, `after_step(step, error)`,
             `before_slice(microbatch)`, `after_slice(microbatch)`, `recv_registered(microbatch)`,
-            `recv_ran(owner, by)`. Between slices the current stream is that of the slice.
+            `recv_ran(owner, by)`, `event_captured(microbatch, event)`. Between slices the current stream is that of the
+            slice. One that raises is taken off; one with `never_raises` is trusted not to.
+
+    With DBO_GREENLET_TRACE in the environment, where the scheduler is made, its steps are recorded; `recording` is what
+    does it (`trace.process_trace`), and otherwise None.
 
     Between steps a scheduler keeps nothing but idle greenlets, per thread: it may run steps in several threads at once,
     and a microbatch may run a step inside a step.
@@ -139,6 +182,8 @@ class Scheduler:
 
     # A host whose callers expect one kind of error for whatever happens in a microbatch leaves this empty.
     passed_on: tuple[type[Exception], ...] = _OURS
+    # A host that records its steps itself, from the same variables, says False.
+    recorded_by_environment = True
 
     def __init__(
         self,
@@ -164,6 +209,7 @@ class Scheduler:
         self.thread_state = thread_state
         self.instruments = list(instruments)
         self.watchdog = watchdog
+        self.recording = _recording_from_environment() if self.recorded_by_environment else None
         self._pool = greenlet_carrier.CarrierPool()
 
     def run(
@@ -200,13 +246,18 @@ class Scheduler:
         )
         thread = get_ident()
         step.outer = running.get(thread)
-        hooks = StepHooks(self.instruments, self._pool, bracket)
+        instruments = self.instruments
+        if self.recording is not None:
+            watch = self.recording.watch(contexts, self.policy, self.carrier, timed=bracket is not None)
+            if watch is not None:
+                instruments = [*instruments, *watch.instruments]
+                bracket = watch.bracket if bracket is None else bracket
+        hooks = StepHooks(instruments, self._pool, bracket)
         if hooks.instruments:
-            if registered := hooks.listeners("recv_registered"):
-                step.on_register = lambda owner: hooks.notify(registered, owner)
-            if ran := hooks.listeners("recv_ran"):
-                step.on_receive = lambda owner, by: hooks.notify(ran, owner, by)
-            hooks.notify(hooks.listeners("before_step"), step)
+            step.on_register = hooks.teller("recv_registered")
+            step.on_receive = hooks.teller("recv_ran")
+            step.on_event = hooks.teller("event_captured")
+            hooks.tell("before_step", step)
         error: BaseException | None = None
         try:
             self._run(step, run_step, hooks, getattr(contexts[0], "device", None) if contexts else None)
@@ -222,7 +273,7 @@ class Scheduler:
             raise
         finally:
             if hooks.instruments:
-                hooks.notify(hooks.listeners("after_step"), step, error)
+                hooks.tell("after_step", step, error)
             error = None
             # The carrier has done this; a Ctrl-C may have come in just there.
             step_over(thread, step.outer)
@@ -303,6 +354,15 @@ def _what_to_raise(
     failure = MicrobatchFailed(failed.index, step.count, failed.slice_number, failed.site)
     failure.secondary.extend(secondary)
     return failure
+
+
+def _recording_from_environment() -> ProcessTrace | None:
+    """What `dbo-greenlet record` asks for. Imported only then: the trace is no part of the scheduler."""
+    if not os.environ.get("DBO_GREENLET_TRACE"):
+        return None
+    from .trace.process_trace import process_trace
+
+    return process_trace()
 
 
 def _strict_from_environment() -> bool:

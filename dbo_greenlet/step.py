@@ -209,6 +209,11 @@ class Microbatch:
         if self.outstanding and (self.successor is None or self.successor is self or self.successor.done):
             self.run_outstanding()
 
+    def captured(self, event: Any) -> None:
+        """Tell the step that the microbatch has just let a library record an event of its own on the compute stream."""
+        if self.step is not None and self.step.on_event:
+            self.step.on_event(self, event)
+
     def drop_receives(self) -> None:
         """Forget what is still to be received: the step fails."""
         self.outstanding.clear()
@@ -244,6 +249,7 @@ class Step:
         self.outer: Microbatch | None = None
         self.on_receive: Callable[[Microbatch, int | None], None] | None = None
         self.on_register: Callable[[Microbatch], None] | None = None
+        self.on_event: Callable[[Microbatch, Any], None] | None = None
         # Strict mode: the sites in the order in which the furthest microbatch passed them, and who that was.
         self._reference: list[str] = []
         self._reference_owner: list[int] = []
@@ -336,7 +342,7 @@ class Step:
 
     def release(self) -> None:
         """Break the reference cycles of the step so that everything in it goes when the caller's frame does."""
-        self.on_receive = self.on_register = self.outer = None
+        self.on_receive = self.on_register = self.on_event = self.outer = None
         for microbatch in self.microbatches:
             microbatch.release()
 

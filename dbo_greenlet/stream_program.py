@@ -11,6 +11,7 @@ device writes one while it simulates, and `RecordingDevice` writes one beside a 
     send         a transfer leaves, behind what the stream holds     `transfer`, `accesses` (what is sent)
     receive      the recv hook: the stream waits for the transfer    `transfer`, `accesses` (where it arrives)
     host_wait    the host waits for all that the stream holds        stream None: for all streams
+    hold         memory is kept for what the stream holds            `accesses`, as read: what is kept
 
 What a receive writes belongs to the transfer from its send on. A send may name it too, as written: it has to where the
 receive may never run. What both name as read is being sent until the receive; what the send alone names has been read
@@ -24,98 +25,30 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
+from .accesses import Access, whole
 from .errors import ConfigurationError
 from .step import running
 
 __all__ = ["Access", "Operation", "RecordingDevice", "StreamProgram", "Transfer", "whole"]
 
 
-class Access(NamedTuple):
-    """Bytes [begin, end) of a buffer, read or written; `end` None is the whole buffer.
-
-    `partial`: some of these bytes, and nobody knows which: a scattered write, which replaces nothing for certain.
-    `pitch` and `run`, where `pitch` is not 0: of these bytes only the first `run` of every `pitch`, counted from
-    `begin`: columns of a matrix.
-    """
-
-    buffer: Hashable
-    write: bool
-    begin: int = 0
-    end: int | None = None
-    partial: bool = False
-    pitch: int = 0
-    run: int = 0
-
-    def meets(self, other: Access) -> bool:
-        """Both touch a common byte, or may do."""
-        return (
-            self.buffer == other.buffer
-            and (self.end is None or other.begin < self.end)
-            and (other.end is None or self.begin < other.end)
-            and (not (self.pitch or other.pitch) or _columns_meet(self, other))
-        )
-
-    def covers(self, other: Access) -> bool:
-        """It certainly touches every byte of `other`."""
-        return (
-            self.buffer == other.buffer
-            and not self.partial
-            and self.begin <= other.begin
-            and (self.end is None or (other.end is not None and other.end <= self.end))
-            and (not self.pitch or self[2:] == (*other[2:4], False, *other[5:]))
-        )
-
-    def __str__(self) -> str:
-        verb = ("writes some of" if self.partial else "writes") if self.write else "reads"
-        if self.end is None and not self.begin:
-            return f"{verb} {self.buffer}"
-        columns = f", {self.run} of every {self.pitch}" if self.pitch else ""
-        return f"{verb} {self.buffer}[{self.begin}:{'' if self.end is None else self.end}{columns}]"
-
-
-def _columns_meet(one: Access, other: Access) -> bool:
-    """Of two accesses whose spans meet, at least one with a pitch: whether there is a common byte.
-
-    Where the pitches differ the answer may be yes without one.
-    """
-    if not one.pitch:
-        one, other = other, one
-    pitch = one.pitch
-    if other.pitch == pitch:
-        apart = (other.begin - one.begin) % pitch
-        return apart < one.run or apart + other.run > pitch
-    if other.pitch:
-        return True
-    # The first row of `one` that does not end before `other` begins, against the span of both.
-    row = max(0, -(-(other.begin - one.begin - one.run + 1) // pitch))
-    begin = one.begin + row * pitch
-    return (other.end is None or begin < other.end) and (one.end is None or begin < one.end)
-
-
-def whole(reads: Iterable[Hashable | Access] = (), writes: Iterable[Hashable | Access] = ()) -> tuple[Access, ...]:
-    """Accesses to whole buffers, or to what an `Access` says; its own `write` is then replaced."""
-    return tuple(
-        each._replace(write=write) if isinstance(each, Access) else Access(each, write)
-        for write, buffers in ((False, reads), (True, writes))
-        for each in buffers
-    )
-
-
 class Transfer:
     """What a send part started: its number, its name, and the microbatch that sent (None outside a step)."""
 
-    __slots__ = ("arrived", "arrives", "name", "number", "owner", "received", "site")
+    __slots__ = ("arrived", "arrives", "bytes", "name", "number", "owner", "received", "sent", "site")
 
-    def __init__(self, number: int, name: str, owner: int | None, site: str) -> None:
+    def __init__(self, number: int, name: str, owner: int | None, site: str, sent: int = 0) -> None:
         self.number = number
         self.name = name
         self.owner = owner
         self.site = site
+        self.sent = sent  # number of the send
+        self.bytes: int | None = None  # to other ranks, where somebody knows
         self.received = 0  # how often
         self.arrived: int | None = None  # number of the first receive
         self.arrives: float | None = None  # microseconds, where a device knows
@@ -130,12 +63,13 @@ class Operation:
     Attributes: `number` (its place in the program), `kind`, `stream` (its name), `microbatch`, `slice` (0-based slice
     of that microbatch; both None outside a step), `site` (the yield site that slice began at), `owner` (the microbatch
     whose data it handles: another one than `microbatch` for what a sibling's recv hook does), `name`, `accesses`
-    (reads before writes), `event`, `of`, `transfer`, `begin` and `end` (microseconds, where a device knows), `where`
-    ("file:line" that issued it; only where the program keeps places).
+    (reads before writes), `event`, `of`, `transfer`, `begin` and `end` (microseconds, where a device knows), `at` (the
+    host's clock, where the program has one), `where` ("file:line" that issued it; only where the program keeps places).
     """
 
     __slots__ = (
         "accesses",
+        "at",
         "begin",
         "end",
         "event",
@@ -163,6 +97,7 @@ class Operation:
         self.transfer: Transfer | None = None
         self.begin: float | None = None
         self.end: float | None = None
+        self.at: int | None = None
         self.where = ""
         microbatch = running.get(get_ident())
         if microbatch is None:
@@ -193,10 +128,18 @@ class StreamProgram:
     """The operations of one step, in the order in which the host issued them.
 
     Attributes: `operations`, `transfers`, `primary` (name of the stream that must hold everything in the end: the
-    compute stream), `keep_places` (note for each operation the line of code that issued it; costs about 1 us each).
+    compute stream), `keep_places` (note for each operation the line of code that issued it; costs about 1 us each),
+    `clock` (nanoseconds of the host, for `Operation.at`; None keeps no times), `began` (the clock when what is about to
+    be added began, set by who notes an operation after the fact; None: it begins as it is added), `noting` (False:
+    what is added is not kept; for the time between steps).
     """
 
-    def __init__(self, primary: str = "compute", *, keep_places: bool = False) -> None:
+    def __init__(
+        self, primary: str = "compute", *, keep_places: bool = False, clock: Callable[[], int] | None = None
+    ) -> None:
+        self.clock = clock
+        self.began: int | None = None
+        self.noting = True
         self.operations: list[Operation] = []
         self.transfers: list[Transfer] = []
         self.primary = primary
@@ -212,7 +155,7 @@ class StreamProgram:
         operation = Operation(len(operations), kind, stream, name, accesses)
         if event is not None:
             operation.event = event
-            if kind == "record":
+            if kind == "record" and self.noting:
                 self._last_record[event] = operation.number
             else:
                 operation.of = self._last_record.get(event)
@@ -220,7 +163,10 @@ class StreamProgram:
             operation.owner = self._behalf[-1]
         if self.keep_places:
             operation.where = _caller()
-        operations.append(operation)
+        if self.clock is not None:
+            operation.at = self.clock() if self.began is None else self.began
+        if self.noting:
+            operations.append(operation)
         return operation
 
     @contextmanager
@@ -232,11 +178,23 @@ class StreamProgram:
         finally:
             self._behalf.pop()
 
+    @contextmanager
+    def since_now(self) -> Iterator[None]:
+        """What is added inside began when the block did: a call that is noted when it has returned."""
+        before = self.began
+        if self.clock is not None:
+            self.began = self.clock()
+        try:
+            yield
+        finally:
+            self.began = before
+
     def send(self, stream: str, name: str, accesses: tuple[Access, ...] = ()) -> Operation:
         """Append a send; its new `Transfer` is the operation's."""
         operation = self.add("send", stream, name, accesses)
-        operation.transfer = Transfer(len(self.transfers), name, operation.owner, operation.site)
-        self.transfers.append(operation.transfer)
+        operation.transfer = Transfer(len(self.transfers), name, operation.owner, operation.site, operation.number)
+        if self.noting:
+            self.transfers.append(operation.transfer)
         return operation
 
     def receive(self, stream: str, transfer: Transfer, accesses: tuple[Access, ...] = ()) -> Operation:
@@ -277,6 +235,7 @@ class RecordingDevice:
         if isinstance(device, RecordingDevice):
             raise ConfigurationError("this device is recorded already; use the one program that it has")
         self.inner = device
+        self.plain = getattr(device, "plain", device)  # for events that are no part of the program
         self.name = device.name
         self.program = StreamProgram() if program is None else program
         self._names: dict[Any, str] = {}
@@ -333,9 +292,16 @@ class RecordingDevice:
     def number_of(self, event: Any) -> int:
         """The number of `event` in the program."""
         known = self._events.get(id(event))
+        if known is None and not self.program.noting:
+            return -1  # nobody will ask, and it need not be kept
         if known is None:
             known = self._events[id(event)] = (len(self._events), event)
         return known[0]
+
+    def clear(self) -> None:
+        """Forget the program and the events: another step begins. Streams keep their names."""
+        self.program.clear()
+        self._events.clear()
 
     def __copy__(self) -> RecordingDevice:
         twin = object.__new__(RecordingDevice)

@@ -93,8 +93,8 @@ class Baton:
                 this.end_site = microbatch.site
                 self.hooks.bracket.end(this)
             self.step.slice_ended(microbatch)
-            if self.hooks.after_slice:
-                self.hooks.notify(self.hooks.after_slice, microbatch)
+            if self.hooks.after_slice is not None:
+                self.hooks.after_slice(microbatch)
             return self.pass_on() if self.step.live else None
         except BaseException as error:
             self._fail(error)
@@ -120,8 +120,8 @@ class Baton:
 
     def slice_begins(self, microbatch: Microbatch) -> None:
         traced[0], traced[1] = True, microbatch.index
-        if self.hooks.before_slice:
-            self.hooks.notify(self.hooks.before_slice, microbatch)
+        if self.hooks.before_slice is not None:
+            self.hooks.before_slice(microbatch)
         if (bracket := self.hooks.bracket) is not None:
             this = Slice(microbatch.index, microbatch.slice_number, len(self.step.decisions), microbatch.site)
             try:

@@ -165,7 +165,9 @@ def dbo_get_previous_event(func: Callable[..., R], *args: Any, **kwargs: Any) ->
             if microbatch.context is None:
                 return func(*args, **kwargs)
             with microbatch.context.compute_scope():
-                return func(*args, **kwargs)
+                event = func(*args, **kwargs)
+            microbatch.captured(event)
+            return event
     return None
 
 

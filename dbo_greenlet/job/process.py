@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DboError, RankFailedError
+from ..trace.process_trace import end_process_trace
 from .messages import Failed, Finished, Message, Serving
 from .spec import JobSpec
 
@@ -30,6 +31,7 @@ def rank_main(spec: JobSpec, rank: int, connection: Connection, output: str) -> 
     group: RankGroup | None = None
     worker: Any = None
     code = 0
+    failure: BaseException | None = None
     try:
         import torch
 
@@ -45,11 +47,12 @@ def rank_main(spec: JobSpec, rank: int, connection: Connection, output: str) -> 
         connection.send(Finished(worker.last_words(None)))
     except BaseException as error:
         # Everything: the parent is told what ended this rank, whatever it was.
-        code = 1
+        code, failure = 1, error
         _report(connection, rank, worker, error)
         if group is not None:
             group.announce_failure(None, error)
     finally:
+        end_process_trace(failure)
         # Not a normal exit: threads of gloo or NCCL that still wait for a dead rank would be joined, for minutes.
         os._exit(code)
 

@@ -121,7 +121,7 @@ def plan_replay(path: str | Path, *, model: str | Path | None = None, run: str |
     """
     trace = read_trace(path)
     # A replay writes no trace, so it has no use for a timeline.
-    settings = dataclasses.replace(_settings(trace), gpu_timeline=False)
+    settings = dataclasses.replace(_settings(trace), gpu_timeline=False, memory=False)
     requests = _requests(trace)
     run = RUN_OF_CARRIER[settings.carrier] if run is None else run
     ranks = range(settings.ranks)

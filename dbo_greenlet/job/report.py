@@ -85,7 +85,7 @@ def make_report(result: JobResult) -> dict[str, Any]:
             "distinct": sorted({record.hash for record in split}),
             "apart": apart,
         },
-        "hand_off_us": {**_handoffs(result), "timeline": settings.gpu_timeline},
+        "hand_off_us": {**_handoffs(result), "timeline": settings.gpu_timeline, "memory": settings.memory},
         **make_graph_report(result),
         "timetable": _timetable(result, main),
         "seconds": {
@@ -289,6 +289,8 @@ def _tokens_verdict(tokens: Mapping[str, Any]) -> str:
 def _handoff_lines(handoffs: Mapping[str, Any]) -> list[str]:
     if handoffs["timeline"]:
         return ["Host time per yield: not measured, since the GPU timeline takes host time at every yield."]
+    if handoffs["memory"]:
+        return ["Host time per yield: not measured, since recording what operations do to memory takes host time."]
     if not handoffs["greenlet"] or not handoffs["thread"]:
         return ["Host time per yield: no step was split, so none was measured."]
     shown = ", ".join(

@@ -86,6 +86,7 @@ class Settings:
             numbers separated by commas; "auto" takes powers of two from 8 up to `max_requests`, "none" has no graphs.
             Matters on a GPU only.
         gpu_timeline: write into the trace when each slice of a split step ran on the GPU, in graphs too.
+        memory: write into the trace what each operation of a split step reads, writes, frees and holds.
     """
 
     ranks: int = 2
@@ -106,6 +107,7 @@ class Settings:
     rank_timeout: float = 60.0
     cudagraph_sizes: str = "auto"
     gpu_timeline: bool = False
+    memory: bool = False
 
     def check(self) -> None:
         """What can be said without torch and without the model.
@@ -218,6 +220,8 @@ class Settings:
             return "switched off (--cudagraph-sizes none)"
         if self.carrier != "greenlet":
             return "needs --carrier greenlet: a step is captured on one thread"
+        if self.memory:
+            return "a replay has no operations of its own to record (--memory)"
         return None
 
     def as_json(self) -> dict[str, Any]:
@@ -246,7 +250,7 @@ class Settings:
 
 
 # What a setting was in the versions that did not write it down.
-_BEFORE: dict[str, Any] = {"cudagraph_sizes": "none", "gpu_timeline": False}
+_BEFORE: dict[str, Any] = {"cudagraph_sizes": "none", "gpu_timeline": False, "memory": False}
 
 
 def default_token_budget(all2all: str) -> int:

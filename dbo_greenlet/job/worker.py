@@ -8,11 +8,9 @@ arrival.
 from __future__ import annotations
 
 import gc
-import hashlib
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,19 +21,18 @@ from ..moe import DeepseekV2Config, DeepseekV2Model, Tokenizer, load_model, mode
 from ..policies import policy_from_text
 from ..policy import Scripted
 from ..runner import Runner, StepOutput
-from ..trace.recorder import StepRecorder, make_header
-from ..trace.schema import EndRecord, PromptRecord, StepRecord, to_json
 from .engine import NOT_SAMPLED, Batch, Engine, RequestState, Sample, pick
 from .handoff import HandOffClock
 from .logits import LogitRows
 from .messages import CapturedGraph, GraphsCaptured, Lines, Message, PassDone, Ready, StepDone
 from .resources import open_all2all, open_device, open_kv_cache, processor_name, ranks_on_device
 from .spec import CLOSE_CALLS, GRAPH_RUNS, JobSpec, Pass, RecordedStep
+from .tracing import RankTrace
 
 if TYPE_CHECKING:
     from ..ranks import RankGroup
 
-__all__ = ["Rank", "checksum"]
+__all__ = ["Rank"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -83,7 +80,8 @@ class Rank:
         )
         if group is not None:
             group.agree({**settings.as_json(), "model": self.model_hash, "torch": torch.__version__})
-        self.clock = HandOffClock(open_all2all(settings, group, config))
+        self.trace = RankTrace(spec, rank, self.device)
+        self.clock = HandOffClock(self.trace.all_to_all(open_all2all(settings, group, config)))
         self.model: DeepseekV2Model = load_model(spec.model, self.clock, _DTYPES[settings.dtype], self.torch_device)
         self.config = config
         self.votes = votes
@@ -91,9 +89,9 @@ class Rank:
         # too, so that an eager step and its graph compute the same shapes.
         self.no_graphs = settings.no_graphs or self.clock.not_capturable
         self.graph_sizes = () if self.no_graphs else settings.graph_sizes
-        self.recorder = StepRecorder()
         self._logits: dict[str, LogitRows] = {}
-        self._begin_trace()
+        mine = [(number, self.spec.requests[number], ids) for number, ids in self._mine()]
+        send(Lines(self.trace.header(self.model_hash, processor_name(self.torch_device), mine)))
         send(
             Ready(
                 time.monotonic() - began,
@@ -146,22 +144,6 @@ class Rank:
         longest = max((len(ids) for _, ids in self._mine()), default=1)
         return min(config.max_position_embeddings, longest + self.spec.settings.max_new_tokens)
 
-    def _begin_trace(self) -> None:
-        settings = self.spec.settings
-        header = make_header(
-            rank=self.rank,
-            world=settings.ranks,
-            threads=torch.get_num_threads(),
-            model={"path": str(Path(self.spec.model).resolve()), "sha256": self.model_hash},
-            settings={**settings.as_json(), "processor": processor_name(self.torch_device)},
-            origin_ns=self.recorder.origin_ns,
-        )
-        prompts = [
-            PromptRecord(number, self.rank, self.spec.requests[number].arrival, self.spec.requests[number].prompt, ids)
-            for number, ids in self._mine()
-        ]
-        self.send(Lines(_lines(header, *prompts)))
-
     def _mine(self) -> list[tuple[int, list[int]]]:
         """(number, token ids) of the requests that this rank serves."""
         ranks = self.spec.settings.ranks
@@ -188,8 +170,8 @@ class Rank:
         if each.graphs:
             self._capture(each, runner)
         rows = self._rows_of(each)
-        # A timeline records its events between a yield and what the clock takes for its end.
-        self.clock.running = not (each.graphs or settings.gpu_timeline)
+        # A timeline records its events between a yield and what the clock takes for its end, and so do others.
+        self.clock.running = not (each.graphs or settings.gpu_timeline or settings.memory)
         self._steps(each, engine, runner, rows)
         self.clock.running = False
         whole = each.split_steps is None
@@ -222,17 +204,17 @@ class Rank:
         if settings.gpu_timeline:
             from ..gpu_timeline import GpuTimeline
 
-            timeline = GpuTimeline(self.device)
+            timeline = GpuTimeline(self.trace.device)
         return Runner(
             self.model,
             kv_cache=cache,
             settings=self.votes,
             group=self.group,
-            device=self.device,
+            device=self.trace.device,
             policy=policy_from_text(settings.policy),
             carrier=each.carrier,
             strict=settings.strict,
-            instruments=(self.recorder, self.clock),
+            instruments=(*self.trace.instruments, self.clock),
             max_requests=max((settings.max_requests, *self.graph_sizes)),
             graph_sizes=self.graph_sizes,
             use_graphs=each.graphs,
@@ -283,7 +265,7 @@ class Rank:
             if logits is not None:
                 rows.take([batch.parts[part][0] for part in batch.sampling], logits)
             answered = engine.advance(batch, _forced(samples, batch, recorded.get(step)))
-            self._report(each, step, batch, out, samples, (began, ended), len(answered))
+            self._report(each, step, batch, out, samples, (began, ended), runner.voted, len(answered))
             split_steps += out.decision.split
             step += 1
 
@@ -312,49 +294,32 @@ class Rank:
         out: StepOutput,
         samples: list[Sample],
         span: tuple[int, int],
+        voted: tuple[int, int] | None,
         answered: int,
     ) -> None:
-        decision = out.decision
         sampled = [NOT_SAMPLED] * len(batch.parts)
         for part, sample in zip(batch.sampling, samples, strict=True):
             sampled[part] = sample.token
-        begin, end = ((at - self.recorder.origin_ns) / 1000 for at in span)
-        record = StepRecord(
-            step=step,
-            rank=self.rank,
-            run=each.run,
+        # Where no step can be replayed, the word would distinguish nothing.
+        execution = out.execution if self.graph_sizes else ""
+        record = self.trace.step_record(
+            each.run,
+            step,
+            out,
+            span,
+            voted,
             tokens=batch.input.num_tokens,
-            padded=out.tokens,
-            split=decision.split,
-            reason=str(decision.reason),
-            votes=[vote.to_row().tolist() for vote in decision.votes],
-            slices=[
-                [s.token_slice.start, s.token_slice.stop, s.request_slice.start, s.request_slice.stop]
-                for s in out.slices
-            ],
-            schedule="" if out.schedule is None else out.schedule.encode(),
-            hash="" if out.schedule is None else out.schedule.hash,
-            yields=list(out.yields),
-            output=checksum(out.output),
+            execution=execution,
             requests=batch.requests,
             sampled=sampled,
-            begin=begin,
-            end=end,
-            # Where no step can be replayed, the word would distinguish nothing.
-            execution=out.execution if self.graph_sizes else "",
         )
-        # A replayed step ran no slices; what the recorder holds then is of the capture, or of an eager step before.
-        eager = out.schedule is not None and out.execution == "eager"
-        details: list[Any] = self.recorder.records(step=step, rank=self.rank, run=each.run) if eager else []
-        if out.timeline is not None:
-            origin = self.recorder.origin_ns
-            details += out.timeline.records(step=step, rank=self.rank, run=each.run, origin_ns=origin)
-        self.send(StepDone(record, _lines(record, *details), answered, decision.message, self.clock.take_times()))
+        self.send(
+            StepDone(record, self.trace.step(record, out), answered, out.decision.message, self.clock.take_times())
+        )
 
     def last_words(self, error: BaseException | None) -> bytes:
         """The trace's last line of this rank."""
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        return _lines(EndRecord(error is None, self.rank, text))
+        return self.trace.end(error)
 
 
 def _forced(samples: list[Sample], batch: Batch, recorded: RecordedStep | None) -> list[Sample]:
@@ -362,13 +327,3 @@ def _forced(samples: list[Sample], batch: Batch, recorded: RecordedStep | None) 
     if recorded is None or len(recorded.sampled) != len(batch.parts):
         return samples
     return [Sample(recorded.sampled[part], sample.gap) for part, sample in zip(batch.sampling, samples, strict=True)]
-
-
-def checksum(output: Tensor) -> str:
-    """16 hex characters (BLAKE2b) over the bytes of a step's output [T, H], as they lie in memory row by row."""
-    flat = output.detach().contiguous().view(torch.uint8).cpu()
-    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _lines(*records: Any) -> bytes:
-    return "".join(to_json(record) + "\n" for record in records).encode("ascii")

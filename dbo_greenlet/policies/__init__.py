@@ -11,9 +11,9 @@ All of them keep law 6 by themselves and give the same schedule for the same yie
 from __future__ import annotations
 
 from .in_turn import InTurn
-from .names import policy_from_text, text_of
+from .names import policy_from_text, text_and_seed, text_of
 from .pct import Pct
 from .phase_offset import PhaseOffset
 from .seeded import SeededRandom
 
-__all__ = ["InTurn", "Pct", "PhaseOffset", "SeededRandom", "policy_from_text", "text_of"]
+__all__ = ["InTurn", "Pct", "PhaseOffset", "SeededRandom", "policy_from_text", "text_and_seed", "text_of"]

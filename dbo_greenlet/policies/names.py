@@ -13,7 +13,7 @@ from .pct import Pct
 from .phase_offset import PhaseOffset
 from .seeded import SeededRandom
 
-__all__ = ["KNOWN", "policy_from_text", "text_of"]
+__all__ = ["KNOWN", "policy_from_text", "text_and_seed", "text_of"]
 
 # What a message and a help text offer.
 KNOWN = "round_robin, in_turn, phase_offset:YIELDS, random:SEED, pct:SEED,depth=D,length=DECISIONS"
@@ -69,3 +69,13 @@ def text_of(policy: Policy) -> str:
     raise ConfigurationError(
         f"the policy {policy!r} cannot be written as text; keep the step's schedule instead (Schedule.encode)"
     )
+
+
+def text_and_seed(policy: Policy) -> tuple[str, int | None]:
+    """What a trace says of a policy: its text, or its name where there is none; and the seed it draws from."""
+    seed = None if getattr(policy, "rng", None) is not None else getattr(policy, "seed", None)
+    try:
+        text = text_of(policy)
+    except ConfigurationError:
+        text = str(getattr(policy, "name", type(policy).__name__))
+    return text, seed if type(seed) is int else None

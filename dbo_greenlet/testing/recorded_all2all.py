@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,6 +67,9 @@ class _RecordedDispatch:
         self.inner = inner
         self._device = device
         self._transfer = device.send("dispatch").transfer
+        self._sent = inner.bytes_sent
+        if self._transfer is not None:
+            self._transfer.bytes = self._sent
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -79,14 +82,17 @@ class _RecordedDispatch:
     def combine_send(self, expert_outputs: Tensor) -> None:
         self.inner.combine_send(expert_outputs)
         self._transfer = self._device.send("combine").transfer
+        if self._transfer is not None:
+            self._transfer.bytes = self.inner.bytes_sent - self._sent
 
     def finish_combine(self) -> None:
         self._receive(self.inner.finish_combine)
 
     def _receive(self, part: Callable[[], None]) -> None:
-        part()
-        if self._transfer is not None:
-            self._device.receive(self._transfer)
+        with self._device.program.since_now():
+            part()
+            if self._transfer is not None:
+                self._device.receive(self._transfer)
 
 
 class _RecordedGroup:
@@ -104,8 +110,16 @@ class _RecordedGroup:
     def all_to_all(self, received: Tensor, message: Tensor, *arguments: Any, **named: Any) -> Any:
         memory = memory_of(self._device)
         transfer = self._device.send("all-to-all", memory.accesses([message], [received])).transfer
+        if transfer is not None:
+            transfer.bytes = self._to_others(message, *arguments)
         in_flight = self.inner.all_to_all(received, message, *arguments, **named)
         return in_flight if transfer is None else _InFlight(in_flight, self._device, transfer, received, message)
+
+    def _to_others(self, message: Tensor, received_rows: Sequence[int] = (), sent_rows: Sequence[int] = ()) -> int:
+        """Bytes of the message for other ranks: rows for each, or the same number for all."""
+        rows, ranks = message.shape[0], self.inner.world_size
+        own = sent_rows[self.inner.rank] if len(sent_rows) else rows // ranks
+        return int((rows - own) * message.shape[1] * message.element_size())
 
 
 class _InFlight:

@@ -53,6 +53,10 @@ class _Calls:
         return memory_of(self._device)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        with self._program.since_now():
+            return self._noted(function, arguments, named)
+
+    def _noted(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         inner = {key: value.inner if isinstance(value, _Event) else value for key, value in named.items()}
         with _paused(self._memory):
             result = self._call(function, *arguments, **inner)

@@ -51,7 +51,8 @@ class TensorMemory:
         self._kept: dict[int, Any] = {}  # storage -> itself: as long as it lives, no other one has its identity
         self._of_storage: dict[int, Memory] = {}
         self._starts: dict[torch.device, list[tuple[int, int]]] = {}  # device -> (address, number), sorted
-        self._all: list[Memory] = []
+        self._all: dict[int, Memory] = {}  # by number
+        self._made = 0
 
     def find(self, tensor: Tensor, maker: str = "") -> Memory | None:
         """The memory that `tensor` lies in; None for one without any (empty, on the meta device, a wrapper).
@@ -68,26 +69,30 @@ class TensorMemory:
         key = storage._cdata
         memory = self._of_storage.get(key)
         if memory is None:
-            self._kept[key] = storage
             memory = self._of_storage[key] = self._place(tensor, address, address + storage.nbytes(), maker)
+            self._met(key, storage, memory, tensor, maker)
         return memory
+
+    def _met(self, key: int, storage: Any, memory: Memory, tensor: Tensor, maker: str) -> None:
+        """A storage is met for the first time, through `tensor`."""
+        self._kept[key] = storage
 
     def _place(self, tensor: Tensor, address: int, end: int, maker: str) -> Memory:
         starts = self._starts.setdefault(tensor.device, [])
-        position = bisect_right(starts, (address, len(self._all)))
+        position = bisect_right(starts, (address, self._made))
         # Storages of the same address, or inside or across another one.
         for near in starts[max(0, position - 1) : position + 1]:
             known = self._all[near[1]]
             if known.address < end and address < known.end:
                 known.end = max(known.end, end)
                 return known
-        number = len(self._all)
+        number = self._made
+        self._made += 1
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        memory = Memory(
+        memory = self._all[number] = Memory(
             number, address, end, f"tensor {number} ({dtype} {shape}{f', made by {maker}' if maker else ''})"
         )
-        self._all.append(memory)
         insort(starts, (address, number))
         return memory
 

@@ -45,10 +45,10 @@ from ..step import running
 from ..stream_program import Access, RecordingDevice, StreamProgram
 from .tensor_memory import TensorMemory
 
-__all__ = ["TorchAccesses", "for_its_owner", "memory_of", "recorded_step"]
+__all__ = ["EMPTY", "TorchAccesses", "for_its_owner", "memory_of", "recorded_step"]
 
 # Make memory and leave it as it is.
-_EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 # About a tensor and not about what is in it.
 _METADATA = {"record_stream", "is_pinned", "is_same_size", "set_", "resize_", "size", "stride", "numel", "dim"}
 # Mutate some of the bytes.
@@ -140,7 +140,7 @@ class TorchAccesses(TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = func._schema.name.partition("::")[2]
-        if name in _EMPTY or name in _METADATA:
+        if name in EMPTY or name in _METADATA:
             return
         plan = _plan(func, name)
         only_shape = name.endswith("_like") or name.startswith("new_")

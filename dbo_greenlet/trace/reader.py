@@ -1,4 +1,4 @@
-"""Reading a trace: line by line, or the whole of it with an index of its steps.
+"""Reading a trace: line by line, or the whole of it with an index of its steps; plain or compressed with gzip.
 
 One thing may be wrong with a trace and is no error: its last line may be torn, because the run is being recorded right
 now or died while it wrote. Everything else (and a torn line anywhere else) is a `TraceFileError` that names the file
@@ -7,18 +7,22 @@ and the line.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from ..errors import TraceFileError
 from .schema import (
     EndRecord,
     GpuRecord,
     HeaderRecord,
+    OpRecord,
     PromptRecord,
     Record,
     RecvRecord,
@@ -28,7 +32,7 @@ from .schema import (
     from_json,
 )
 
-__all__ = ["StepTrace", "Trace", "TraceReader", "read_trace"]
+__all__ = ["StepTrace", "Trace", "TraceReader", "open_trace", "read_trace"]
 
 # Longer than any record of a sane run; keeps a file that is no text at all from being read into memory as one line.
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -38,7 +42,8 @@ class TraceReader:
     """Iterates over the records of one trace, in file order, without holding them.
 
     Args:
-        path: the trace. It may still be growing; each iteration opens it anew and reads what is there.
+        path: the trace, plain or gzip (which is seen by its first bytes). It may still be growing; each iteration opens
+            it anew and reads what is there.
 
     Attributes, valid while and after iterating:
         line: number (1-based) of the line that was read last.
@@ -47,7 +52,9 @@ class TraceReader:
         version: schema of the file.
 
     Iterating raises:
-        TraceFileError: no such file, a directory, empty, binary, not JSON, no header, a newer schema, a wrong record.
+        TraceFileError: no such file, a directory, empty, binary, not JSON, no header, a newer schema, a wrong record;
+            of a compressed file also: damaged, or cut off. Nobody writes such a file line by line, so one that is cut
+            off is no trace that grows.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -74,9 +81,9 @@ class TraceReader:
         self.line = 0
         self.torn = False
         try:
-            with open(self.path, "rb") as file:
+            with open_trace(self.path) as file:
                 yield from self._objects_in(file)
-        except OSError as error:
+        except (EOFError, zlib.error, OSError) as error:
             raise TraceFileError(f"{self.path}: {_reason(error)}") from error
         if self.line == 0:
             why = (
@@ -111,6 +118,22 @@ class TraceReader:
             yield data
 
 
+@contextmanager
+def open_trace(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """The bytes of a trace, decompressed where it is gzip. Where that is damaged, reading raises what `gzip` raises.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    with open(path, "rb") as file:
+        # Not opened a second time: it may be a pipe.
+        if file.peek(2)[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                yield cast(BinaryIO, unpacked)
+        else:
+            yield file
+
+
 @dataclass
 class StepTrace:
     """All records of one step of one rank.
@@ -121,6 +144,7 @@ class StepTrace:
         slices: in the order in which they ran, a failed one included.
         receives: the in-flight windows, in the order in which they were sent.
         gpu: the slices on the GPU, where they were timed: of a step that was replayed from its graph, too.
+        ops: the operations, in the order in which the host issued them; where they were recorded.
     """
 
     run: str
@@ -130,6 +154,7 @@ class StepTrace:
     slices: list[SliceRecord] = field(default_factory=list)
     receives: list[RecvRecord] = field(default_factory=list)
     gpu: list[GpuRecord] = field(default_factory=list)
+    ops: list[OpRecord] = field(default_factory=list)
 
     @property
     def decisions(self) -> tuple[int, ...]:
@@ -258,6 +283,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
                 entry.receives.append(record)
             elif isinstance(record, GpuRecord):
                 entry.gpu.append(record)
+            elif isinstance(record, OpRecord):
+                entry.ops.append(record)
             else:
                 once(entry.record is not None, f"record of step {record.step}, run {record.run!r}, rank {record.rank}")
                 entry.record = record
@@ -306,7 +333,11 @@ def _finite(text: str) -> float:
     return value
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: EOFError | zlib.error | OSError) -> str:
+    if isinstance(error, EOFError):
+        return "the gzip data ends in the middle; the copy is not whole"
+    if isinstance(error, (zlib.error, gzip.BadGzipFile)):
+        return f"damaged gzip data ({error})"
     if isinstance(error, FileNotFoundError):
         return "no such file"
     if isinstance(error, IsADirectoryError):

@@ -14,7 +14,8 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Any
 
 from dbo_greenlet.batching.vote import RankVote, Veto
@@ -43,6 +44,7 @@ class StepDecision:
         tokens: this rank's tokens, without padding where vLLM tells them.
         padded: the tokens that this rank runs, with all padding.
         tokens_of_ranks: each rank's `tokens`, where they could be read without waiting for a device; else None.
+        voted: nanoseconds (`time.perf_counter_ns`) around the ranks' exchange, where the host waited for all of them.
     """
 
     split: bool
@@ -50,6 +52,7 @@ class StepDecision:
     tokens: int
     padded: int
     tokens_of_ranks: tuple[int, ...] | None
+    voted: tuple[int, int] | None = field(default=None, compare=False)
 
 
 listeners: list[Callable[[StepDecision], None]] = []
@@ -61,6 +64,7 @@ class _Now:
     def __init__(self) -> None:
         self.last: StepDecision | None = None
         self.rows: reasons.Rows | None = None  # what the ranks sent in the vote that is running
+        self.voted: tuple[int, int] | None = None  # when they did
         self.starting_up = False
         self.dummy_run = False
         self.shared_prefix = False  # the runner has just refused to split for that reason
@@ -136,8 +140,9 @@ def _around_v1_exchange(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def run_ar(*args: Any, **kwargs: Any) -> Any:
+        begin = perf_counter_ns()
         tensor = original(*args, **kwargs)
-        _keep_rows(generation, tensor)
+        _keep_rows(generation, tensor, begin)
         return tensor
 
     return run_ar
@@ -148,7 +153,7 @@ def _around_v1_vote(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def coordinate_batch_across_dp(*args: Any, **kwargs: Any) -> Any:
-        _now.rows = None
+        _now.rows = _now.voted = None
         answer = original(*args, **kwargs)
         try:
             if generation is _generation:
@@ -212,8 +217,9 @@ class _Exchange:
         return getattr(self._original, name)
 
     def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = perf_counter_ns()
         work = self._original.all_reduce(tensor, *args, **kwargs)
-        _keep_rows(self._generation, tensor)
+        _keep_rows(self._generation, tensor, begin)
         return work
 
 
@@ -223,7 +229,7 @@ def _around_v2_vote(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
-        _now.rows = None
+        _now.rows = _now.voted = None
         answer = original(*args, **kwargs)
         try:
             arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -322,7 +328,7 @@ def _decided(
         reason = reasons.SHARED_PREFIX
     else:
         reason = explain()
-    decision = StepDecision(split, reason, tokens, padded, tokens_of_ranks)
+    decision = StepDecision(split, reason, tokens, padded, tokens_of_ranks, _now.voted)
     _now.last = decision
     counters.decided(split, reason)
     for listener in tuple(listeners):
@@ -334,11 +340,14 @@ def _decided(
             logger.warning("dbo_greenlet: a listener to the decisions failed and is taken off: %r", error)
 
 
-def _keep_rows(generation: object, tensor: Any) -> None:
-    """Copied at once: vLLM pads the numbers in place."""
+def _keep_rows(generation: object, tensor: Any, begin: int) -> None:
+    """Copied at once: vLLM pads the numbers in place. For a tensor of a device the host has not waited yet."""
     try:
         if generation is _generation:
-            _now.rows = tuple(map(tuple, tensor.tolist())) if tensor.is_cpu else None
+            end = perf_counter_ns()
+            _now.rows, _now.voted = None, None
+            if tensor.is_cpu:
+                _now.rows, _now.voted = tuple(map(tuple, tensor.tolist())), (begin, end)
     except Exception as error:
         _give_up("reading the vote", error)
 

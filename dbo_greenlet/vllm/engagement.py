@@ -11,6 +11,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from .. import record_notes
 from ..errors import ConfigurationError, NotEngagedError
 from .settings import Settings
 
@@ -76,6 +77,7 @@ def _leave(reason: str, settings: Settings) -> None:
     if settings.mode == "require":
         raise NotEngagedError(f"DBO_GREENLET=require is set, but microbatches cannot run as greenlets: {reason}")
     logger.warning("Microbatches are left to vLLM's own implementation, not run as greenlets: %s", reason)
+    record_notes.leave("left", reason)
 
 
 def _engage(vllm_config: Any, runner: Any, settings: Settings) -> str | None:

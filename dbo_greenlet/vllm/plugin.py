@@ -12,6 +12,7 @@ import os
 from functools import partial
 from typing import Any
 
+from .. import record_notes
 from ..errors import ConfigurationError, NotEngagedError
 from .engagement import decide, logger, look_at_flags
 from .settings import Settings
@@ -28,6 +29,7 @@ def register() -> None:
     Raises:
         NotEngagedError: DBO_GREENLET=require, and the installed vLLM cannot be taken over.
     """
+    record_notes.leave("vllm")
     try:
         settings = Settings.from_environment()
     except ConfigurationError as error:
@@ -35,6 +37,7 @@ def register() -> None:
         return
     if settings.mode == "off":
         logger.debug("dbo_greenlet is switched off by DBO_GREENLET")
+        record_notes.leave("left", "it is switched off (DBO_GREENLET)")
         return
     if settings.problem is not None:
         _say_once(settings.problem)
@@ -60,6 +63,7 @@ def _cannot(settings: Settings, why: str) -> None:
 
 
 def _say_once(sentence: str) -> None:
+    record_notes.leave("left", sentence)
     if os.environ.get(_SAID) != sentence:
         os.environ[_SAID] = sentence
         logger.warning(sentence)

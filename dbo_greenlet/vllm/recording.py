@@ -28,9 +28,11 @@ from multiprocessing.util import Finalize
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..policy import RoundRobin
 from ..schedule import Schedule
-from ..trace.recorder import StepRecorder, make_header
+from ..trace.recorder import StepRecorder
 from ..trace.rolling import MIN_LIMIT, RollingTrace
+from ..trace.run_header import make_header
 from ..trace.schema import EndRecord, HeaderRecord, StepRecord, to_json
 
 if TYPE_CHECKING:
@@ -234,8 +236,21 @@ class ServerTrace:
     ) -> StepRecord:
         reason = "" if decision is None else str(decision.reason)
         votes = [] if decision is None else [int(each) for each in decision.tokens_of_ranks or ()]
+        voted = None if decision is None else decision.voted
+        origin = self.recorder.origin_ns
         return StepRecord(
-            step, self._rank, RUN, int(tokens), int(padded), split, reason, votes=votes, execution=execution
+            step,
+            self._rank,
+            RUN,
+            int(tokens),
+            int(padded),
+            split,
+            reason,
+            votes=votes,
+            execution=execution,
+            policy=RoundRobin.name if split else "",  # `HostScheduler`'s
+            vote_begin=None if voted is None else (voted[0] - origin) / 1000,
+            vote_end=None if voted is None else (voted[1] - origin) / 1000,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------

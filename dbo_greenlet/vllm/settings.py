@@ -2,9 +2,8 @@
 
 DBO_GREENLET=0            leave vLLM's own implementation in place (also: off, false, no)
 DBO_GREENLET=require      where microbatches cannot run as greenlets, raise instead of leaving it to vLLM
-DBO_GREENLET_TRACE=DIR    record steps of each rank to JSON Lines in DIR
-DBO_GREENLET_TRACE_EVERY  every how-manieth step is recorded, default 100
-DBO_GREENLET_TRACE_MB     how much a rank may write in all, default 64
+
+And DBO_GREENLET_TRACE, _EVERY and _MB, see `trace_settings`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import ConfigurationError
+from ..trace_settings import TraceSettings
 
 __all__ = ["Settings"]
 
@@ -36,8 +36,8 @@ class Settings:
 
     mode: str = "on"
     trace_dir: str | None = None
-    trace_every: int = 100
-    trace_megabytes: float = 64.0
+    trace_every: int = TraceSettings.every
+    trace_megabytes: float = TraceSettings.megabytes
     problem: str | None = None
 
     @classmethod
@@ -50,11 +50,10 @@ class Settings:
         env = os.environ if environment is None else environment
         mode = _mode(env.get("DBO_GREENLET", ""))
         try:
-            every = int(_positive(env, "DBO_GREENLET_TRACE_EVERY", cls.trace_every, whole=True))
-            megabytes = _positive(env, "DBO_GREENLET_TRACE_MB", cls.trace_megabytes)
+            trace = TraceSettings.from_environment(env)
         except ConfigurationError as error:
             return cls(mode, problem=f"no step is recorded: {error}")
-        return cls(mode, env.get("DBO_GREENLET_TRACE") or None, every, megabytes)
+        return cls(mode, trace.folder, trace.every, trace.megabytes)
 
 
 def _mode(value: str) -> str:
@@ -66,17 +65,3 @@ def _mode(value: str) -> str:
     if word == "require":
         return "require"
     raise ConfigurationError(f"DBO_GREENLET={value!r} means nothing; use 0 (off), 1 (on, the default) or require")
-
-
-def _positive(env: Mapping[str, str], name: str, default: float, *, whole: bool = False) -> float:
-    text = env.get(name, "").strip()
-    if not text:
-        return default
-    kind = "a whole number of 1 or more" if whole else "a positive number"
-    try:
-        value: float = int(text) if whole else float(text)
-    except ValueError:
-        raise ConfigurationError(f"{name}={text!r} is not {kind}") from None
-    if not 0 < value < float("inf"):
-        raise ConfigurationError(f"{name}={text!r} is not {kind}")
-    return value

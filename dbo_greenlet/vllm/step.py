@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from ..scheduler import Scheduler, StepResult
 from ..thread_state import TorchThreadState
 from .counters import counters
 from .ubatching import HostMicrobatch, current_stream, leave_slot, registered
+from .watched_events import watched_events
 
 if TYPE_CHECKING:
     from .recording import ServerTrace
@@ -29,6 +31,7 @@ class HostScheduler(Scheduler):
     """
 
     passed_on = ()
+    recorded_by_environment = False
 
     def __init__(self, instruments: Iterable[Any] = ()) -> None:
         # vLLM's own methods choose the stream after each switch.
@@ -97,7 +100,8 @@ def run_step(
     try:
         # Once round the hub, and not in each microbatch: scopes that end in another order than they began in would
         # leave the thread in inference mode.
-        with registered(list(contexts)) as hosts, torch.inference_mode():
+        watched = nullcontext() if not recorded or trace is None else watched_events(contexts, trace.recorder)
+        with registered(list(contexts)) as hosts, watched, torch.inference_mode():
             result = scheduler.run([_until_it_leaves(*each) for each in zip(contexts, calls, strict=True)], hosts)
         counters.executed(kind)
         return result.outputs

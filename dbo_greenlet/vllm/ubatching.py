@@ -259,11 +259,17 @@ def _register_recv_hook(recv_hook: Callable[[], Any], number: int) -> None:
         recv_hook()
 
 
+def _captured(event: Any) -> None:
+    if isinstance(microbatch := running.get(get_ident()), HostMicrobatch):
+        microbatch.captured(event)
+
+
 # The functions below lend their code: it runs with the globals of vLLM's module, so it may use only names that are
 # there too (which `replace` sees to for those that start with _dbo_greenlet).
 _dbo_greenlet_traced = traced
 _dbo_greenlet_note = _stream_note
 _dbo_greenlet_register = _register_recv_hook
+_dbo_greenlet_captured = _captured
 _NUM_UBATCHES = 2
 
 
@@ -301,7 +307,9 @@ def _dbo_get_previous_event(func: Any, *args: Any, **kwargs: Any) -> Any:
         context = None if index is None else _CURRENT_CONTEXTS[index]
         if context is not None:
             with torch.cuda.stream(context.compute_stream):
-                return func(*args, **kwargs)
+                event = func(*args, **kwargs)
+            _dbo_greenlet_captured(event)
+            return event
     return None
 
 
@@ -370,6 +378,7 @@ def replace() -> None:
     _HOST_GLOBALS["_dbo_greenlet_traced"] = _dbo_greenlet_traced
     _HOST_GLOBALS["_dbo_greenlet_note"] = _dbo_greenlet_note
     _HOST_GLOBALS["_dbo_greenlet_register"] = _dbo_greenlet_register
+    _HOST_GLOBALS["_dbo_greenlet_captured"] = _dbo_greenlet_captured
     for name, code in CODE.items():
         function = _HOST_GLOBALS[name]
         original = function.__code__
@@ -385,7 +394,7 @@ def restore() -> None:
     for name, code in _originals.items():
         _HOST_GLOBALS[name].__code__ = code
     _originals.clear()
-    for name in ("_dbo_greenlet_traced", "_dbo_greenlet_note", "_dbo_greenlet_register"):
+    for name in ("_dbo_greenlet_traced", "_dbo_greenlet_note", "_dbo_greenlet_register", "_dbo_greenlet_captured"):
         _HOST_GLOBALS.pop(name, None)
     _HOST_GLOBALS["current_stream"] = _original_current_stream
     UBatchContext._cpu_yield = _original_cpu_yield  # type: ignore[method-assign]

@@ -7,6 +7,8 @@ import pytest
 
 from dbo_greenlet import Scheduler, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from dbo_greenlet.errors import MicrobatchFailed
+from dbo_greenlet.microbatch import make_ubatch_contexts
+from dbo_greenlet.yields import dbo_get_previous_event
 
 CARRIERS = ["greenlet", "thread"]
 
@@ -32,6 +34,9 @@ class Everything:
 
     def recv_ran(self, owner: Any, by: int | None) -> None:
         self.log.append(("recv_ran", owner.index, by))
+
+    def event_captured(self, microbatch: Any, event: Any) -> None:
+        self.log.append(("event_captured", microbatch.index, event))
 
 
 def first() -> None:
@@ -68,6 +73,25 @@ def test_the_whole_event_list(carrier: str) -> None:
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("with_streams", [False, True])
+def test_an_event_that_a_library_captures_is_told(carrier: str, with_streams: bool) -> None:
+    contexts = make_ubatch_contexts(1) if with_streams else None
+    told: list[Any] = []
+
+    class Listening:
+        def event_captured(self, microbatch: Any, event: Any) -> None:
+            told.append((microbatch.index, microbatch.slice_number, event))
+
+    def entry() -> None:
+        dbo_yield("a")
+        assert dbo_get_previous_event(lambda name: name, "an event") == "an event"
+
+    Scheduler(carrier=carrier, instruments=[Listening()]).run([entry], contexts)
+    assert told == ([(0, 1, "an event")] if with_streams else [])
+    assert dbo_get_previous_event(lambda: "an event") is None
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_failed_step_is_reported_too(carrier: str) -> None:
     instrument = Everything()
 
@@ -97,6 +121,18 @@ def test_one_that_raises_is_removed_and_logged(event: str, caplog: pytest.LogCap
     assert calls == [event]
     assert len(good.log) == 14
     assert [r.getMessage().split(" raised")[0].startswith("instrument <") for r in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_that_never_raises_is_called_all_the_same(carrier: str, alone: bool) -> None:
+    class Sure(Everything):
+        never_raises = True
+
+    sure, other, plain = Sure(), Everything(), Everything()
+    Scheduler(carrier=carrier, instruments=[sure] if alone else [other, sure]).run([first, second])
+    Scheduler(carrier=carrier, instruments=[plain]).run([first, second])
+    assert sure.log == plain.log and other.log == ([] if alone else plain.log)
 
 
 def test_one_that_listens_to_nothing_is_fine() -> None:

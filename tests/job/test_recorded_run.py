@@ -115,6 +115,35 @@ def test_every_step_in_the_trace_is_complete_and_follows_from_its_votes(recorded
     assert Counter(r for _, _, r in trace.steps) == {0: len(trace.steps) // 2, 1: len(trace.steps) // 2}
 
 
+def test_a_split_step_tells_who_chose_where_it_ran_and_what_it_sent(recorded: Recorded) -> None:
+    trace = read_trace(recorded.trace)
+    split = [step for step in trace.steps.values() if step.record.split]
+    assert {(step.record.policy, step.record.seed) for step in split} == {("round_robin", None)}
+    for step in split:
+        assert {each.stream for each in step.slices} == {"compute"}
+        assert [each.layer for each in step.slices[::2]] == [1, 1, 2, 2, 3, 3, 4, 4, None]
+        # A microbatch of a few tokens may have none for the other rank's experts.
+        sent = [window.bytes for window in step.receives]
+        assert sum(sent) > 0 and all(size % 4 == 0 for size in sent)
+        # Nothing switches streams in low latency; only the runner joins them, behind the step.
+        assert [(op.op, op.ubatch, op.stream, op.of) for op in step.ops] == [
+            ("record", None, "comm", None),
+            ("wait", None, "compute", 0),
+        ]
+    unsplit = [step for step in trace.steps.values() if not step.record.split]
+    assert {(step.record.policy, len(step.ops)) for step in unsplit} == {("", 0)}
+
+
+def test_no_rank_leaves_a_vote_before_both_have_come_to_it(recorded: Recorded) -> None:
+    trace = read_trace(recorded.trace)
+    origins = {rank: header.origin_ns / 1000 for rank, header in trace.headers.items()}
+    for (run, number, rank), step in trace.steps.items():
+        mine, other = step.record, trace.steps[run, number, 1 - rank].record
+        assert mine.begin <= mine.vote_begin < mine.vote_end <= mine.end
+        # Both ranks are on this host, and so on one clock.
+        assert origins[rank] + mine.vote_end > origins[1 - rank] + other.vote_begin
+
+
 def test_both_carriers_give_the_same_bits(recorded: Recorded) -> None:
     trace = read_trace(recorded.trace)
     compared = 0

@@ -52,7 +52,7 @@ def test_a_trace_of_an_earlier_version_is_replayed_without_graphs(recorded: Reco
     def change(data: dict[str, Any]) -> None:
         data.pop("execution", None)
         if data["t"] == "header":
-            del data["settings"]["cudagraph_sizes"], data["settings"]["gpu_timeline"]
+            del data["settings"]["cudagraph_sizes"], data["settings"]["gpu_timeline"], data["settings"]["memory"]
 
     plan = plan_replay(edited(recorded.trace, tmp_path / "older.jsonl", change))
     assert plan.spec.settings.cudagraph_sizes == "none"

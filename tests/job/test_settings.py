@@ -57,6 +57,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "token_budget":
         (["--policy", "pct:1,depth=0"], "--policy is 'pct:1,depth=0': a depth of 0; use a whole number, 1 or more"),
         (["--all2all", "pigeon"], "use one of auto, loopback, torch, nccl, deepep_ll, deepep_ht"),
         (["--gpu-timeline", "--trace", "t.jsonl"], "--gpu-timeline times a GPU, --device is cpu; use --device cuda"),
+        (["--memory"], "--memory writes into the trace, and there is none; name it with --trace"),
         (
             ["--gpu-timeline", "--device", "cuda"],
             "--gpu-timeline writes into the trace, and there is none; name it with --trace",
@@ -151,6 +152,11 @@ def test_every_precision_has_a_close_call() -> None:
     assert set(CLOSE_CALLS) == set(DTYPES)
 
 
+def test_what_operations_do_is_recorded_of_eager_steps_only() -> None:
+    assert Settings(**ON_GPU).no_graphs is None
+    assert Settings(memory=True, **ON_GPU).no_graphs == "a replay has no operations of its own to record (--memory)"
+
+
 def test_settings_survive_a_trace() -> None:
     settings = Settings(cudagraph_sizes="8,16", all2all="deepep_ht", **ON_GPU)
     assert Settings.from_json({**settings.as_json(), "processor": "abacus"}) == settings
@@ -158,7 +164,7 @@ def test_settings_survive_a_trace() -> None:
 
 def test_settings_of_an_earlier_version_had_no_graphs() -> None:
     older = Settings(**ON_GPU).as_json()
-    del older["cudagraph_sizes"], older["gpu_timeline"]
+    del older["cudagraph_sizes"], older["gpu_timeline"], older["memory"]
     assert Settings.from_json(older) == Settings(cudagraph_sizes="none", **ON_GPU)
     del older["rule"]
     with pytest.raises(TraceFileError, match='the settings in the header lack "rule"'):

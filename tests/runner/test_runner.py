@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import pytest
@@ -148,6 +149,18 @@ class Group:
 
     def announce_failure(self, microbatch: int | None, error: BaseException) -> None:
         self.announced.append((microbatch, type(error).__name__))
+
+
+def test_it_says_when_the_ranks_voted_and_nothing_of_a_rank_that_is_alone(model: Any) -> None:
+    alone = Runner(model, kv_cache=tiny_cache(), settings=SETTINGS)
+    alone.step(tiny_step(STEPS[0]))
+    assert alone.voted is None
+    runner = Runner(model, kv_cache=tiny_cache(), settings=SETTINGS, group=Group([RankVote(17, 17)]))
+    times = [perf_counter_ns()]
+    for _ in range(2):
+        runner.step(tiny_step(STEPS[0]))
+        times += [*(runner.voted or ()), perf_counter_ns()]
+    assert len(times) == 7 and times == sorted(times)
 
 
 def test_an_idle_rank_keeps_all_from_splitting_and_an_idle_group_runs_nothing(model: Any) -> None:

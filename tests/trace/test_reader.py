@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import gzip
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from dbo_greenlet.errors import TraceFileError
+from dbo_greenlet.schedule import Schedule
 from dbo_greenlet.trace import (
     EndRecord,
     HeaderRecord,
+    OpRecord,
     RecvRecord,
     SliceRecord,
     StepRecord,
@@ -35,6 +39,15 @@ def refusal(path: Path) -> str:
     with pytest.raises(TraceFileError) as caught:
         read_trace(path)
     return str(caught.value)
+
+
+def test_operations_belong_to_their_step(trace_file) -> None:
+    ops = [
+        OpRecord(2, 0, "dbo", 0, "record", 0, 1, "compute", event=0),
+        OpRecord(2, 0, "dbo", 1, "wait", event=0, of=0),
+    ]
+    trace = read_trace(trace_file(HEADER + "".join(schema.to_json(r) + "\n" for r in ops)))
+    assert trace.step(2).ops == ops and trace.step(2).record is None
 
 
 def test_steps_are_found_by_run_step_and_rank(trace_file) -> None:
@@ -129,6 +142,46 @@ def test_a_schema_that_never_was(trace_file) -> None:
     )
 
 
+def test_a_file_of_the_first_schema_is_read_and_what_it_lacks_has_its_default() -> None:
+    """Written by the first version that wrote traces: two ranks, two split steps, and the same unsplit."""
+    path = Path(__file__).parent / "data" / "trace_of_the_first_schema.jsonl"
+    assert b'"layer"' not in path.read_bytes() and b'"execution"' not in path.read_bytes()
+    trace = read_trace(path)
+    assert (trace.ranks, trace.runs, trace.torn, trace.unknown_kinds) == ([0, 1], ["dbo", "unsplit"], False, set())
+    step = trace.step(1, run="dbo", rank=1)
+    assert step.record is not None and step.record.schedule == Schedule(2, step.decisions, step.sites).encode()
+    assert (step.record.policy, step.record.seed, step.record.vote_begin, step.record.execution) == ("", None, None, "")
+    assert (len(step.slices), len(step.receives), step.gpu, step.ops) == (18, 16, [], [])
+    assert {(each.stream, each.layer) for each in step.slices} == {(None, None)}
+    assert {each.bytes for each in step.receives} == {None}
+    assert trace.ends == {0: EndRecord(True, 0), 1: EndRecord(True, 1)}
+
+
+def test_a_compressed_trace_is_read_like_a_plain_one(trace_file) -> None:
+    lines = (HEADER + END).encode()
+    plain = read_trace(trace_file(lines))
+    for compressed in (gzip.compress(lines), gzip.compress(lines[:50]) + gzip.compress(lines[50:])):
+        path = trace_file(compressed)
+        trace = read_trace(path)
+        assert (trace.headers, trace.ends, trace.path) == (plain.headers, plain.ends, str(path))
+
+
+def test_a_torn_line_in_a_compressed_trace_is_dropped_too(trace_file) -> None:
+    trace = read_trace(trace_file(gzip.compress((HEADER + END[:10]).encode())))
+    assert trace.torn and trace.ends == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+def test_a_pipe_is_read_once(tmp_path: Path, packed) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writing = threading.Thread(target=path.write_bytes, args=(packed((HEADER + END).encode()),))
+    writing.start()
+    assert read_trace(path).ends == {0: EndRecord(True, 0)}
+    writing.join()
+
+
 def test_an_older_schema_is_read(trace_file, monkeypatch: pytest.MonkeyPatch) -> None:
     path = trace_file(HEADER + END)
     monkeypatch.setattr(schema, "SCHEMA_VERSION", 2)
@@ -160,7 +213,12 @@ def test_an_older_schema_is_read(trace_file, monkeypatch: pytest.MonkeyPatch) ->
         (bytes(range(256)), ", line 1: not text; this is a binary file, not a trace"),
         (HEADER.encode() + b'{"t":"\xff\xfe"}\n', ", line 2: not text; this is a binary file, not a trace"),
         (HEADER.encode() + b"{\0\0\0", ", line 2: not text; this is a binary file, not a trace"),
-        (gzip.compress(HEADER.encode(), mtime=0), ", line 1: not text; this is a binary file, not a trace"),
+        (gzip.compress(b"", mtime=0), ": no trace yet: the file is empty"),
+        (gzip.compress(b"hello", mtime=0), ", line 1: not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (gzip.compress(bytes(range(9)), mtime=0), ", line 1: not text; this is a binary file, not a trace"),
+        (gzip.compress(HEADER.encode(), mtime=0)[:-9], ": the gzip data ends in the middle; the copy is not whole"),
+        (b"\x1f\x8b", ": the gzip data ends in the middle; the copy is not whole"),
+        (b"\x1f\x8bzip " * 2, ": damaged gzip data (Unknown compression method)"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_file_and_line(trace_file, content: str | bytes, message: str) -> None:

@@ -13,6 +13,7 @@ from dbo_greenlet.trace import (
     EndRecord,
     GpuRecord,
     HeaderRecord,
+    OpRecord,
     PromptRecord,
     RecvRecord,
     SliceRecord,
@@ -48,6 +49,7 @@ RECORDS = st.one_of(
         env=st.dictionaries(text, text, max_size=3),
         started=text,
         origin_ns=number,
+        versions=st.dictionaries(text, text, max_size=3),
     ),
     st.builds(
         PromptRecord,
@@ -79,6 +81,10 @@ RECORDS = st.one_of(
         end=st.none() | time,
         error=st.none() | text,
         execution=text,
+        policy=text,
+        seed=st.none() | number,
+        vote_begin=st.none() | time,
+        vote_end=st.none() | time,
     ),
     st.builds(
         SliceRecord,
@@ -92,6 +98,7 @@ RECORDS = st.one_of(
         end=time,
         stream=st.none() | text,
         failed=st.booleans(),
+        layer=st.none() | index,
     ),
     st.builds(
         RecvRecord,
@@ -105,6 +112,7 @@ RECORDS = st.one_of(
         at=st.none() | time,
         decision=st.none() | number,
         sent_decision=st.none() | number,
+        bytes=st.none() | number,
     ),
     st.builds(
         GpuRecord,
@@ -121,6 +129,24 @@ RECORDS = st.one_of(
         after=text,
         error=time,
     ),
+    st.builds(
+        OpRecord,
+        step=number,
+        rank=index,
+        run=text,
+        number=number,
+        op=text,
+        ubatch=st.none() | index,
+        slice=st.none() | index,
+        stream=st.none() | text,
+        at=st.none() | time,
+        name=text,
+        event=st.none() | number,
+        of=st.none() | number,
+        owner=st.none() | index,
+        bytes=st.none() | number,
+        memory=st.lists(st.tuples(text, text | number, number, st.none() | number).map(list), max_size=3),
+    ),
     st.builds(EndRecord, ok=st.booleans(), rank=index, error=st.none() | text),
 )
 
@@ -136,7 +162,17 @@ def test_the_line_of_a_slice() -> None:
     record = SliceRecord(3, 1, "dbo", 0, 7, "layer3.dispatch", 10.5, 20.125)
     assert schema.to_json(record) == (
         '{"t":"slice","step":3,"rank":1,"run":"dbo","ubatch":0,"slice":7,"site":"layer3.dispatch",'
-        '"begin":10.5,"end":20.125,"stream":null,"failed":false}'
+        '"begin":10.5,"end":20.125,"stream":null,"failed":false,"layer":null}'
+    )
+
+
+def test_the_line_of_an_operation_leaves_out_what_it_lacks() -> None:
+    least = OpRecord(3, 1, "", 0, "host_wait")
+    assert schema.to_json(least) == '{"t":"op","step":3,"rank":1,"run":"","number":0,"op":"host_wait"}'
+    record = OpRecord(3, 1, "dbo", 4, "wait", 0, 0, "comm", 0.0, event=0, of=0)
+    assert schema.to_json(record) == (
+        '{"t":"op","step":3,"rank":1,"run":"dbo","number":4,"op":"wait","ubatch":0,"slice":0,"stream":"comm",'
+        '"at":0.0,"event":0,"of":0}'
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter_ns
 from typing import ClassVar
 
 import pytest
@@ -173,6 +174,14 @@ def test_a_whole_list_of_decisions():
     }
 
 
+@pytest.mark.parametrize("take_step", [v1_step, v2_step])
+def test_a_decision_says_when_the_ranks_exchanged_their_votes(take_step):
+    before = perf_counter_ns()
+    answers = take_step([RankVote(50, 50), RankVote(60, 64)], NUMBERS)
+    first, second = (decision.voted for _, decision in answers)
+    assert before < first[0] < first[1] < second[0] < second[1] < perf_counter_ns()
+
+
 def test_votes_on_a_device_are_not_read():
     """The exchange over NCCL leaves the votes on the device: reading them would wait for it once more."""
 
@@ -206,7 +215,7 @@ def test_votes_on_a_device_are_not_read():
         ):
             answers = v1_step(votes, NUMBERS)
             assert [decision.reason for _, decision in answers] == said
-            assert [decision.tokens_of_ranks for _, decision in answers] == [None, None]
+            assert [(d.tokens_of_ranks, d.voted) for _, d in answers] == [(None, None)] * 2
         # With a graph the ranks agree on a size although they do not split, and the smaller one sees what that means.
         answers = v1_step([RankVote(45, 45), RankVote(90, 96)], NUMBERS, graph=CUDAGraphMode.FULL)
         assert [(d.reason, d.padded) for _, d in answers] == [("last-microbatch-empty", 96), ("another-rank", 96)]

@@ -11,11 +11,13 @@ pytest.importorskip("vllm", reason="needs vLLM, which is driven here (make test-
 import torch
 
 from dbo_greenlet.errors import MicrobatchFailed
-from dbo_greenlet.trace import Trace, read_trace
+from dbo_greenlet.trace import OpRecord, Trace, read_trace
 from dbo_greenlet.vllm import decisions
+from dbo_greenlet.vllm import step as step_module
 from dbo_greenlet.vllm.counters import counters
 from dbo_greenlet.vllm.recording import ServerTrace
 from dbo_greenlet.vllm.step import record_to
+from dbo_greenlet.vllm.watched_events import watched_events
 from tests.vllm_dropin.drive import Case, Drive, Outcome, drop_in, harness, run_case
 from tests.vllm_dropin.scenarios import break_at, captured, mend
 
@@ -76,6 +78,57 @@ def test_recording_changes_nothing_and_names_every_yield(
         # The sibling runs every receive; the last one of microbatch 1 as microbatch 0 returns.
         owners = [(receive.ubatch, receive.by) for receive in steps[0].receives_as_run]
         assert owners == [(0, 1), (1, 0)] * len(sites)
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_the_events_of_high_throughput_and_the_streams_that_its_slices_end_on(runner: str, trace: ServerTrace) -> None:
+    _, read = recorded(Case(runner, "HT", "eager", layers=1, batch=STRADDLING), trace)
+    step = read.step(0)
+    streams = ["compute", "compute", "comm", "compute"]  # a combine is launched, and handed over, on comm
+    assert [each.stream for each in step.slices[0::2]] == [each.stream for each in step.slices[1::2]] == streams
+    assert [each.layer for each in step.slices[0::2]] == [0, 0, 0, None]
+    ops = [(op.ubatch, op.slice, op.op, op.stream, op.name) for op in step.ops]
+    assert [op[1:] for op in ops if op[0] == 0] == [op[1:] for op in ops if op[0] == 1]
+    assert [op[1:] for op in ops if op[0] == 0] == [
+        (0, "record", "compute", "previous_event"),
+        (0, "record", "compute", ""),
+        # the yield before the dispatch
+        (1, "wait", "comm", ""),
+        (1, "record", "comm", ""),
+        (1, "wait", "compute", ""),
+        (1, "record", "compute", "previous_event"),
+        (1, "record", "compute", ""),
+        # the yield before the combine
+        (2, "wait", "comm", ""),
+        (2, "record", "comm", ""),
+        # the yield behind it
+        (3, "wait", "compute", ""),
+    ]
+    for op in step.ops:
+        assert op.at is not None and op.of == (None if op.op == "record" else latest_record(step.ops, op))
+
+
+def latest_record(ops: list[OpRecord], wait: OpRecord) -> int:
+    return max(op.number for op in ops[: wait.number] if op.op == "record" and op.event == wait.event)
+
+
+def test_only_the_steps_that_are_recorded_have_their_events_watched(tmp_path: Path, monkeypatch) -> None:
+    watched = []
+
+    def watch(contexts, recorder):
+        watched.append(contexts)
+        return watched_events(contexts, recorder)
+
+    monkeypatch.setattr(step_module, "watched_events", watch)
+    trace = ServerTrace(tmp_path, every=2, megabytes=8, rank=0, world=1, settings={})
+    record_to(trace)
+    with drop_in(), harness() as log:
+        drive = Drive(Case("V2", "HT", layers=1), log)
+        for _ in range(3):
+            drive.step()
+    read = close(trace)
+    assert len(watched) == 2 and all("_wait_comm_done" not in vars(each) for each in (*watched[0], *watched[1]))
+    assert [len(step.ops) for step in read.steps.values()] == [20, 20]
 
 
 def test_a_failed_step_is_written_and_counted(trace: ServerTrace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def test_a_recorded_step_whole(tmp_path: Path) -> None:
     assert step.decisions == (0, 1) * 5
     assert (record.schedule, record.hash, record.yields) == (schedule.encode(), schedule.hash, [4, 4])
     assert record.begin < step.slices[0].begin <= step.slices[-1].end < record.end
+    assert (record.policy, record.seed, record.vote_begin, record.vote_end) == ("round_robin", None, None, None)
     assert [(r.ubatch, r.by, r.decision) for r in step.receives_as_run][:2] == [(0, 1, 1), (1, 0, 2)]
 
 
@@ -89,6 +91,18 @@ def test_times_of_the_trace_are_on_the_axis_of_its_header(tmp_path: Path) -> Non
         server.step()
         path, origin = server.trace.path, server.trace.recorder.origin_ns
     assert read_trace(path).header.origin_ns == origin
+
+
+def test_the_vote_of_a_step_is_on_the_same_axis(tmp_path: Path, decision) -> None:
+    with serving(tmp_path) as server:
+        origin = server.trace.recorder.origin_ns
+        decision(dataclasses.replace(SPLIT, voted=(origin + 1_500, origin + 4_000)))
+        server.step()
+        server.trace.unsplit_step(dataclasses.replace(UNSPLIT, voted=(origin + 10_000, origin + 11_000)))
+        path = server.trace.path
+    split, unsplit = (step.record for step in read_trace(path).steps.values())
+    assert (split.vote_begin, split.vote_end) == (1.5, 4.0)
+    assert (unsplit.vote_begin, unsplit.vote_end, unsplit.policy) == (10.0, 11.0, "")
 
 
 class Slice:

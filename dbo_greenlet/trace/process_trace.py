@@ -1,0 +1,313 @@
+"""The trace that the environment asks for: every scheduler of a process records into one file.
+
+    DBO_GREENLET_TRACE=traces/ DBO_GREENLET_TRACE_EVERY=1 python program.py
+    dbo-greenlet record -o traces/ -- python program.py            # the same, and says what it got
+
+A scheduler looks at the environment once, where it is made; one that finds nothing there keeps nothing of this. What a
+scheduler cannot know of a step (the vote, the tokens, the requests) a runner tells with `describe`; of a program that
+has a scheduler only, these stay empty. Steps that were replayed from a graph run no slices and are not recorded.
+
+Each process has a file of its own, `dbo-rank0-4711.jsonl`, begun with its first step, so that a process that makes a
+scheduler and runs none leaves none. Ranks are found out, not asked for: what the runner tells, else torch.distributed
+where it is initialised, else RANK and WORLD_SIZE (torchrun). In the long run a file is bounded as a server's is
+(`rolling`); `dbo-greenlet record` wants all of it and gets files that end where the bound is.
+
+A vLLM server's steps are recorded by the drop-in (`vllm.recording`) from the same variables. Nothing here raises: a
+program must not die of its log. What keeps it from being written is logged, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
+from threading import Lock, get_ident, local
+from typing import Any, Protocol
+
+from .. import record_notes
+from ..errors import ConfigurationError
+from ..trace_settings import TraceSettings
+from .recorded_step import RecordedStep, StepDetails, described
+from .recorder import StepRecorder, make_header
+from .rolling import RollingTrace
+from .schema import EndRecord, StepRecord, to_json
+from .whole_file import WholeFile
+
+__all__ = ["ProcessTrace", "StepDetails", "end_process_trace", "process_trace"]
+
+logger = logging.getLogger("dbo_greenlet")
+
+
+class _File(Protocol):
+    problem: str | None
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ProcessTrace:
+    """Records the steps of all schedulers of this process.
+
+    Args:
+        settings: what to record; its folder is made where it is missing.
+        whole: keep everything up to the bound, instead of the latest within it.
+
+    Attributes:
+        origin_ns: the clock at microsecond 0 of all steps.
+        problem: None, or one sentence saying why nothing (more) is recorded. It was logged.
+        path: the file; None before the first step.
+    """
+
+    def __init__(self, settings: TraceSettings, *, whole: bool = False) -> None:
+        self.settings = settings
+        self.problem: str | None = None
+        self.path: str | None = None
+        self._whole = whole
+        self._process = os.getpid()
+        self._recorders = [StepRecorder()]
+        self.origin_ns = self._recorders[0].origin_ns
+        self._lock = Lock()
+        self._told = local()  # the details of the step that this thread runs next
+        self._seen = {True: 0, False: 0}  # steps that were split and not
+        self._steps = 0
+        self._written = -1  # the highest number
+        self._file: _File | None = None
+        self._rank = 0
+        self._error: str | None = None
+        self._timelines: dict[Any, Any] = {}
+        self._waiting: dict[int, RecordedStep] = {}  # by thread: has run, and is not over
+        self._finalizer = Finalize(None, self.close, exitpriority=10)
+
+    # -- what runners and schedulers call ------------------------------------------------------------------------------
+
+    def describe(self, details: StepDetails) -> None:
+        """Tell what the step is that this thread runs next, or that it runs it unsplit, without the scheduler."""
+        mine = self._of_this_process()
+        if mine is not None:
+            mine.guarded(lambda: mine._describe(details))
+
+    def _describe(self, details: StepDetails) -> None:
+        self.step_over()
+        number, due = self._next(details.split)
+        if details.split:
+            self._told.step = (number, due, details)
+        elif due:
+            record = StepRecord(number, 0, "dbo", details.tokens, details.padded, False, details.reason)
+            self.write_step(described(record, details, self.since), lambda number, rank: b"", details)
+
+    def watch(self, contexts: Sequence[Any] | None, policy: Any, carrier: str, *, timed: bool) -> RecordedStep | None:
+        """The instrument for the step that this thread begins now; None where it is not to be recorded.
+
+        Args:
+            contexts, policy, carrier: of the step, as `Scheduler` has them.
+            timed: whether the step has a bracket already.
+        """
+        mine = self._of_this_process()
+        if mine is not self:
+            return None if mine is None else mine.watch(contexts, policy, carrier, timed=timed)
+        self.step_over()
+        told, self._told.step = getattr(self._told, "step", None), None
+        number, due, details = told or (*self._next(True), None)
+        if not due or self.problem is not None:
+            return None
+        return RecordedStep(self, number, details, contexts or (), policy, carrier, timed)
+
+    def step_over(self) -> None:
+        """The step that this thread described and ran is complete, with what its runner does after it."""
+        with self._lock:
+            step = self._waiting.pop(get_ident(), None)
+        if step is not None:
+            step.over()
+
+    def close(self, error: str | None = None) -> None:
+        """Write the end record and close the file. Also done when the process ends in order.
+
+        Args:
+            error: what ends it, if anything did.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for step in waiting.values():
+            step.over()
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                why = error or _uncaught() or self._error
+                file.write(_line(EndRecord(why is None, self._rank, why)))
+                file.close()
+        self._finalizer.cancel()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _of_this_process(self) -> ProcessTrace | None:
+        """Itself; in a forked child, which has its parent's schedulers, the child's own."""
+        return self if os.getpid() == self._process else process_trace()
+
+    def _next(self, split: bool) -> tuple[int, bool]:
+        """The number of the step that begins, and whether it is recorded."""
+        with self._lock:
+            number, self._steps = self._steps, self._steps + 1
+            seen = self._seen[split]
+            self._seen[split] += 1
+        return number, seen % self.settings.every == 0
+
+    # -- what a recorded step asks for ---------------------------------------------------------------------------------
+
+    def since(self, clock: int) -> float:
+        """Microseconds since the origin."""
+        return (clock - self.origin_ns) / 1000
+
+    def timeline(self, device: Any) -> Any:
+        """The GPU timeline of a device; None where none is asked for or the device has none."""
+        if not self.settings.gpu or getattr(device, "new_timing_event", None) is None:
+            return None
+        if device not in self._timelines:
+            from ..gpu_timeline import GpuTimeline
+
+            # A virtual device knows itself what is captured, and needs no torch to say it.
+            self._timelines[device] = GpuTimeline(device, capturing=getattr(device, "capturing", None))
+        return self._timelines[device]
+
+    def take_recorder(self) -> StepRecorder:
+        """A recorder that no step uses now: steps may run in several threads, and inside each other."""
+        with self._lock:
+            if self._recorders:
+                return self._recorders.pop()
+        recorder = StepRecorder()
+        recorder.origin_ns = self.origin_ns
+        return recorder
+
+    def give_back(self, recorder: StepRecorder) -> None:
+        """Its step is written."""
+        with self._lock:
+            self._recorders.append(recorder)
+
+    def wait_for(self, step: RecordedStep) -> None:
+        """Write the step when it is over, or at the latest when its thread begins another."""
+        with self._lock:
+            self._waiting[get_ident()] = step
+
+    def write_step(self, record: StepRecord, lines: Callable[[int, int], bytes], details: StepDetails | None) -> None:
+        """Write a step that has ended; `lines` makes the rest of it, for its number and rank, known only now."""
+        with self._lock:
+            # A step inside a step ends before it: numbers in a file ascend.
+            number = max(record.step, self._written + 1)
+            if number != record.step:
+                self._steps = max(self._steps, number + 1)
+            if self.problem is not None or os.getpid() != self._process:
+                return
+            if self._file is None and not self._open(details):
+                return
+            file = self._file
+            if file is None:
+                return
+            record = dataclasses.replace(record, step=number, rank=self._rank)
+            self._written = number
+            self._error = record.error
+            file.write(_line(record) + lines(number, self._rank))
+            if file.problem is not None:
+                self.give_up(file.problem)
+
+    def _open(self, details: StepDetails | None) -> bool:
+        rank, world = (details.rank, details.world) if details is not None else _rank_and_world()
+        self._rank = rank
+        header = make_header(
+            rank=rank,
+            world=world,
+            settings={"program": os.path.basename(sys.argv[0]) if sys.argv else "", "trace": self._about(0)},
+            origin_ns=self.origin_ns,
+        )
+
+        def header_line(part: int) -> bytes:
+            return _line(dataclasses.replace(header, settings={**header.settings, "trace": self._about(part)}))
+
+        folder = self.settings.folder or "."
+        limit = int(self.settings.megabytes * 1e6)
+        try:
+            if self._whole:
+                file: WholeFile | RollingTrace = WholeFile(folder, rank, limit)
+                file.write(header_line(0))
+            else:
+                file = RollingTrace(folder, rank=rank, limit=limit, header=header_line)
+        except (OSError, ValueError) as error:
+            reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+            self.give_up(f"The trace in {folder} is not written: {reason}; the program runs without it.")
+            return False
+        self._file, self.path = file, os.fspath(file.path)
+        return True
+
+    def _about(self, part: int) -> dict[str, Any]:
+        settings = self.settings
+        return {"every": settings.every, "megabytes": settings.megabytes, "part": part, "process": self._process}
+
+    def give_up(self, problem: str) -> None:
+        """Record nothing more, and say why."""
+        if self.problem is None:
+            self.problem = problem
+            logger.warning("%s", problem)
+            record_notes.leave("problem", problem)
+
+    def guarded(self, action: Callable[[], None]) -> None:
+        """Do it; whatever goes wrong ends the recording, and not the step that is recorded."""
+        try:
+            action()
+        except Exception as error:
+            # Whatever it is: a program must not die of its log.
+            self.give_up(f"The trace of this process ends here: {type(error).__name__}: {error}")
+            logger.debug("where it came from", exc_info=True)
+
+
+_process_trace: ProcessTrace | None = None
+_making = Lock()
+
+
+def process_trace() -> ProcessTrace | None:
+    """The trace of this process, by its environment; None where that asks for none, or says something impossible."""
+    global _process_trace
+    with _making:
+        # A forked child has its parent's, and writes one of its own.
+        if _process_trace is None or _process_trace._process != os.getpid():
+            try:
+                settings = TraceSettings.from_environment()
+            except ConfigurationError as error:
+                logger.warning("no step is recorded: %s", error)
+                record_notes.leave("problem", f"no step is recorded: {error}")
+                settings = TraceSettings()
+            if settings.folder is None:
+                return None
+            record_notes.leave("scheduler")
+            _process_trace = ProcessTrace(settings, whole=record_notes.FOLDER in os.environ)
+        return _process_trace
+
+
+def end_process_trace(error: BaseException | None = None) -> None:
+    """For a process that leaves by `os._exit`, which runs no finalizers: end its trace, if it has one."""
+    if _process_trace is not None:
+        _process_trace.close(None if error is None else f"{type(error).__name__}: {error}")
+
+
+def _rank_and_world() -> tuple[int, int]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 0, 1
+    return (rank, world) if 0 <= rank < world else (0, 1)
+
+
+def _uncaught() -> str | None:
+    """The error that ends the program, which the interpreter keeps once it has printed it."""
+    error = getattr(sys, "last_value", None)
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _line(record: Any) -> bytes:
+    return to_json(record).encode("ascii") + b"\n"
