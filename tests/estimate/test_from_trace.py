@@ -1,0 +1,138 @@
+"""Steps of a trace of ours as measurements, and the estimate's own error against its split steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dbo_greenlet.errors import ConfigurationError, TraceFileError
+from dbo_greenlet.estimate.from_trace import SplitStep, carried, read_steps
+from dbo_greenlet.estimate.report import Question, answer
+from dbo_greenlet.trace import HeaderRecord, StepRecord, TraceWriter
+from tests.estimate.setups import LITE_ON_TWO, lite
+
+
+def a_step(number: int, tokens: int, us: float, **changes: object) -> StepRecord:
+    fields: dict[str, object] = {
+        "step": number, "rank": 0, "run": "dbo", "tokens": tokens, "padded": tokens, "split": False, "reason": "below",
+        "votes": [], "slices": [], "schedule": "", "hash": "", "yields": [], "output": "",
+        "requests": list(range(tokens)), "sampled": [], "begin": 1000.0 * number, "end": 1000.0 * number + us,
+        "error": None, "execution": "eager",
+    }  # fmt: skip
+    return StepRecord(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def split(number: int, tokens: int, us: float, **changes: object) -> StepRecord:
+    half = tokens // 2
+    return a_step(number, tokens, us, split=True, slices=[[0, half, 0, 1], [half, tokens, 1, 2]], **changes)
+
+
+def write(path: Path, steps: list[StepRecord]) -> Path:
+    with TraceWriter(path) as writer:
+        writer.write(HeaderRecord("0.1.0", 0, 2), *steps)
+    return path
+
+
+def test_steps_are_medians_by_tokens(tmp_path: Path) -> None:
+    trace = write(
+        tmp_path / "t.jsonl",
+        [
+            *(a_step(number, 64, us) for number, us in enumerate((20_000.0, 21_000.0, 90_000.0))),
+            a_step(3, 8, 19_000.0),
+            a_step(4, 64, 10_000.0, execution="replayed"),
+            a_step(5, 510, 50_000.0, requests=[1, 2]),  # a prefill
+            a_step(6, 64, 1.0, error="MicrobatchFailed"),
+            *(split(number, 64, us) for number, us in ((7, 40_000.0), (8, 42_000.0), (9, 44_000.0))),
+            split(10, 64, 60_000.0, run="thread"),
+        ],
+    )
+    found = read_steps(trace, prefill=False, graph=False)
+    assert [(step.tokens, step.step) for step in found.unsplit] == [(8, 19_000), (64, 21_000)]
+    assert found.split == [
+        SplitStep(64, 2, "round_robin", "greenlets", 42_000, 3),
+        SplitStep(64, 2, "round_robin", "threads", 60_000, 1),
+    ]
+    assert [step.step for step in read_steps(trace, prefill=True, graph=False).unsplit] == [50_000]
+    assert [step.step for step in read_steps(trace, prefill=False, graph=True).unsplit] == [10_000]
+    with pytest.raises(
+        TraceFileError, match=r"no unsplit prefill step that ran as a graph; .* decode, eager; decode, graph"
+    ):
+        read_steps(trace, prefill=True, graph=True)
+
+
+def test_the_error_is_stated_against_the_split_steps(tmp_path: Path) -> None:
+    steps = [
+        *(a_step(number, 64, 20_000.0) for number in range(3)),
+        split(3, 64, 44_000.0),
+        split(4, 64, 99_000.0, run="thread"),
+    ]
+    trace = write(tmp_path / "t.jsonl", steps)
+    report = answer(Question(LITE_ON_TWO, file=trace, execution="eager", microbatches="2", policies=("round_robin",)))
+    (section,) = report.sections
+    (judged,) = section.judged  # threads are another question
+    assert section.estimate.unsplit.step == pytest.approx(20_000, rel=0.01)
+    assert judged.predicted == pytest.approx(section.estimate.best.step)
+    assert judged.gain == pytest.approx(20 / 44)
+    assert "1 of 64 tokens, 2 microbatches, round_robin, greenlets: 44.0 ms, predicted" in report.text()
+    assert f"gain 0.45, predicted {section.estimate.best.gain:.2f}" in report.text()
+    by_threads = {**LITE_ON_TWO, "carrier": "threads"}
+    (asked,) = answer(Question(by_threads, file=trace, execution="eager", microbatches="2")).sections
+    assert [each.step.step for each in asked.judged] == [99_000]
+
+
+def test_the_split_steps_may_be_in_another_file(tmp_path: Path) -> None:
+    unsplit = write(tmp_path / "unsplit.jsonl", [a_step(0, 64, 20_000.0)])
+    other = write(tmp_path / "split.jsonl", [split(0, 64, 39_000.0)])
+    asked = {"execution": "eager", "microbatches": "2", "policies": ("round_robin",)}
+    (section,) = answer(Question(LITE_ON_TWO, file=unsplit, split=other, **asked)).sections  # type: ignore[arg-type]
+    assert [each.step.step for each in section.judged] == [39_000]
+    with pytest.raises(TraceFileError, match=r"unsplit.jsonl: no split step"):
+        answer(Question(LITE_ON_TWO, file=unsplit, split=unsplit, **asked))  # type: ignore[arg-type]
+    (tmp_path / "p.json").write_text("{}")
+    with pytest.raises(TraceFileError, match=r"p.json: no trace of ours"):
+        answer(Question(LITE_ON_TWO, file=unsplit, split=tmp_path / "p.json", **asked))  # type: ignore[arg-type]
+
+
+def test_an_execution_that_the_trace_lacks_is_left_out_and_named(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", [a_step(0, 64, 20_000.0)])
+    report = answer(Question(LITE_ON_TWO, file=trace, microbatches="2"))
+    assert [section.estimate.setup.graph for section in report.sections] == [False]
+    assert report.skipped == [f"Not estimated as a graph: {trace}: no unsplit decode step that ran as a graph; "
+                              "it has steps of these kinds: decode, eager"]  # fmt: skip
+
+
+def test_steps_in_an_order_that_no_name_stands_for_are_not_judged(tmp_path: Path) -> None:
+    steps = [
+        a_step(0, 64, 20_000.0),
+        split(1, 64, 40_000.0, policy="by hand"),
+        split(2, 64, 41_000.0, policy="in_turn"),
+    ]
+    trace = write(tmp_path / "t.jsonl", steps)
+    (section,) = answer(Question(LITE_ON_TWO, file=trace, execution="eager", microbatches="2")).sections
+    assert [each.step.policy for each in section.judged] == ["in_turn"]
+    assert section.notes == ["1 split step of the trace ran in an order that cannot be run again: by hand."]
+
+
+def test_a_folder_of_ranks_is_one_run(tmp_path: Path) -> None:
+    for rank, us in enumerate((20_000.0, 22_000.0)):
+        write(tmp_path / f"rank{rank}.jsonl", [a_step(0, 64, us, rank=rank)])
+    assert [step.step for step in read_steps(tmp_path, prefill=False, graph=False).unsplit] == [21_000]
+
+
+def test_steps_without_times_are_named(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", [a_step(0, 64, 0.0, begin=None, end=None)])
+    with pytest.raises(
+        TraceFileError, match=r"no unsplit decode step that ran eagerly; .* decode, eager without times"
+    ):
+        read_steps(trace, prefill=False, graph=False)
+
+
+def test_a_trace_without_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceFileError, match="no unsplit decode step that ran eagerly$"):
+        read_steps(write(tmp_path / "t.jsonl", []), prefill=False, graph=False)
+
+
+def test_a_carrier_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no carrier 'fibers'"):
+        carried(lite(), SplitStep(64, 2, "round_robin", "fibers", 1.0, 1))
