@@ -200,7 +200,7 @@ class Pair:
         if self.over_limit:
             status = "ended at its limit"
         elif self.job["kind"] == "fault":
-            status = "done" if all(code in (0, 3) for code in codes) else "failed"
+            status = "done" if all(code in (0, 3, -signal.SIGKILL) for code in codes) else "failed"
         else:
             status = "done" if codes == [0, 0] else "failed"
         ranks = [json.loads(path.read_text()) if path.exists() else {} for path in self.results]
@@ -236,6 +236,8 @@ def fault_problem(job: dict[str, Any], rank: dict[str, Any]) -> str | None:
     outcome = rank.get("outcome", "none")
     if outcome == "none":
         return "the fault did not show"
+    if outcome == "killed":
+        return None
     if not uses_drop_in(job):
         return None
     if outcome != "error":

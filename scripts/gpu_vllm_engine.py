@@ -11,6 +11,7 @@ import importlib.util
 import os
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +93,20 @@ def executed() -> dict[str, int]:
     return dict(drop_in.step_counts()["executed"])
 
 
-def draw_weights(rank: int) -> None:
+def draw_weights(rank: int | None = None, afterwards: Callable[[Any, int], None] | None = None) -> None:
     """Make vLLM's loader of dummy weights draw weights with which greedy tokens mean something.
 
     vLLM's own are so small that logits tie. Each tensor is drawn from a generator seeded with its name, so that the
-    ranks agree on what they share; the experts' tensors hold other experts on each rank and are seeded with the rank.
+    ranks agree on what they share; the experts' tensors hold other experts on each rank and are seeded with the rank,
+    which vLLM is asked for when none is given. `afterwards` gets the model and the rank.
     """
     import torch
     import vllm.model_executor.model_loader.dummy_loader as dummy_loader
+    from vllm.distributed import get_dp_group
 
     @torch.no_grad()
     def load_weights(_loader: Any, model: torch.nn.Module, _model_config: Any) -> None:
+        number = get_dp_group().rank_in_group if rank is None else rank
         for name, tensor in model.state_dict().items():
             if tensor.is_meta or not tensor.is_floating_point():
                 continue
@@ -111,9 +115,11 @@ def draw_weights(rank: int) -> None:
                 continue
             of_experts = ".experts." in name
             generator = torch.Generator(device=tensor.device)
-            generator.manual_seed(zlib.crc32(f"{name} of rank {rank}".encode() if of_experts else name.encode()))
+            generator.manual_seed(zlib.crc32(f"{name} of rank {number}".encode() if of_experts else name.encode()))
             drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=torch.bfloat16)
             tensor.copy_(drawn.mul_(0.03))
+        if afterwards is not None:
+            afterwards(model, number)
 
     dummy_loader.DummyModelLoader.load_weights = load_weights
 

@@ -11,12 +11,14 @@ import faulthandler
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +310,7 @@ def run_fault(rank: int, job: dict[str, Any], report: Report) -> None:
                 user_reads=in_words(error),
                 printed_by_threads=told,
                 after_s=round(time.perf_counter() - began, 2),
+                at=time.time(),
                 executed=executed(),
             )
             return None
@@ -325,7 +328,8 @@ def run_fault(rank: int, job: dict[str, Any], report: Report) -> None:
     serve(engine, probe, "before", prompts, max_tokens=6, ignore_eos=True)
     check_mode(job, job["modes"][0], probe.take(), sum(executed().values()) if uses_drop_in(job) else 0)
     if rank in job["options"]["ranks"]:
-        _make_fail(model_runner(engine).model.unwrap(), after_calls=40)
+        fail = partial(_die, report) if job["options"]["fault"] == "kill" else _raise
+        _make_fail(model_runner(engine).model.unwrap(), fail, after_calls=40)
     began = time.perf_counter()
     timer = give_up_after(patience, "decoding")
     done = attempt(lambda: serve(engine, probe, "faulty", prompts, max_tokens=60, ignore_eos=True), "decoding")
@@ -335,8 +339,17 @@ def run_fault(rank: int, job: dict[str, Any], report: Report) -> None:
         report.add(outcome="none", stage="decoding", complete=complete, requests=len(prompts), printed_by_threads=told)
 
 
-def _make_fail(model: Any, after_calls: int) -> None:
-    """Make the model's third layer raise, once, in the second microbatch: mid-step, with the first one parked."""
+def _raise() -> None:
+    raise InjectedFault(INJECTED)
+
+
+def _die(report: Report) -> None:
+    report.add(outcome="killed", stage="decoding", at=time.time())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _make_fail(model: Any, fail: Callable[[], None], after_calls: int) -> None:
+    """Make the model's third layer fail, once, in the second microbatch: mid-step, with the first one parked."""
     from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
     layer = model.model.layers[2]
@@ -347,7 +360,7 @@ def _make_fail(model: Any, after_calls: int) -> None:
         if dbo_enabled() and dbo_current_ubatch_id() == 1:
             left[0] -= 1
             if left[0] == 0:
-                raise InjectedFault(INJECTED)
+                fail()
         return forward(*args, **kwargs)
 
     layer.forward = failing

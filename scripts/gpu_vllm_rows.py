@@ -151,6 +151,7 @@ PREFILL = {
 INJECTED, TOO_DEEP = "layer 2 of the second microbatch failed, on purpose", "nvshmem_qp_depth"
 ONE = {"fault": "raise", "ranks": [0], "original": INJECTED}
 BOTH = {"fault": "raise", "ranks": [0, 1], "original": INJECTED}
+KILLED = {"fault": "kill", "ranks": [1], "patience": 30}
 LONG = {"max_batched_tokens": 500}  # prompts of a hundred tokens and more
 QUEUE = {"fault": "start", "ranks": [0, 1], "original": TOO_DEEP, "max_batched_tokens": 1024}
 
@@ -184,6 +185,8 @@ ROWS: dict[str, Row] = {
             options=PREFILL,
         ),
         Row("fault-one-rank", "fault", APART_PAIR, layers=4, timed=False, options=ONE),
+        Row("fault-killed", "fault", APART_PAIR, layers=4, timed=False, options=KILLED),
+        Row("fault-killed-ht", "fault", APART_PAIR, layers=4, all2all=HIGH_THROUGHPUT, timed=False, options=KILLED),
         Row("fault-both-ranks", "fault", APART_PAIR, layers=4, timed=False, options=BOTH),
         Row("fault-both-ranks-ht", "fault", APART_PAIR, layers=4, all2all=HIGH_THROUGHPUT, timed=False, options=BOTH),
         Row("fault-queue-depth", "fault", APART_PAIR, layers=4, timed=False, options=QUEUE),

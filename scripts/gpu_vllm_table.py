@@ -177,7 +177,9 @@ def _process(rows: dict[str, Any]) -> Iterator[str]:
 
 FAULTS = {
     "fault-one-rank": "LL: a layer raises in the second microbatch, on rank 0",
-    "fault-both-ranks": "LL: the same on both ranks",
+    "fault-killed": "LL: rank 1 is killed in the second microbatch",
+    "fault-killed-ht": "HT: the same",
+    "fault-both-ranks": "LL: the layer raises on both ranks",
     "fault-both-ranks-ht": "HT: the same on both ranks",
     "fault-queue-depth": "LL: `max_num_batched_tokens=1024`, more than DeepEP's queue",
     "stock-queue-depth": "LL: `max_num_batched_tokens=1024`, more than DeepEP's queue",
@@ -209,6 +211,8 @@ def _fate(rank: dict[str, Any], session: dict[str, Any]) -> tuple[str, str]:
         return ", from ".join(f"`{_cell(text)}`" for text in chain), f"{rank['after_s']:.1f} s"
     if outcome == "hang":
         return f"nothing; it waits in `{rank['main_thread'][-1].split()[-1]}`", f"ended after {rank['waited_s']:.0f} s"
+    if outcome == "killed":
+        return "killed", "-"
     if outcome == "none":
         return f"no error; {rank.get('complete', '?')} of {rank.get('requests', '?')} answers", "-"
     return session["status"], "-"
