@@ -7,7 +7,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VERSIONS ?=
 # Further arguments for pytest: make test ARGS="tests/moe -x"
 ARGS ?=
-# Processes that `make test` runs test files in; 0 is this one, for a debugger.
+# Processes that test files run in; 0 is this one, for a debugger.
 WORKERS ?= 2
 
 PY := .venv/bin/python
@@ -19,7 +19,7 @@ BOOTSTRAP = $(shell for python in $(PYTHON) python3 python3.11 python3.12 python
 	{ echo "$$python"; exit; }; done; echo no_python)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-core test-vllm lint format bench wheel-check clean clean-env
+.PHONY: help setup setup-vllm browser demo test test-core test-vllm lint format bench wheel-check clean clean-env
 
 # Where there is no Python at all, BOOTSTRAP is this function's name.
 define needs_python
@@ -35,6 +35,9 @@ setup: ## make .venv: CPU torch and everything pinned (about 2 minutes the first
 setup-vllm: ## make .venv-vllm: the same with vLLM's CPU build (about 3.5 GB)
 	$(needs_python) $(SETUP) vllm
 
+browser: ## install the browser that the pages of traces are tried in (Debian and Ubuntu; needs root or sudo)
+	@scripts/install_browser.sh
+
 demo: setup ## run the demonstration
 	@.venv/bin/dbo-greenlet run
 
@@ -46,7 +49,7 @@ test-core: ## run the core's tests on every other supported Python found, withou
 
 ifeq ($(strip $(VERSIONS)),)
 test-vllm: setup-vllm ## run the tests that need vLLM; VERSIONS="0.20.0 0.30.0" checks other versions of it
-	@$(VLLM_PY) -m pytest -m vllm $(ARGS)
+	@$(VLLM_PY) -m pytest -n $(WORKERS) --dist loadfile -m vllm $(ARGS)
 else
 test-vllm: setup
 	@$(PY) scripts/check_vllm_versions.py --torch-index "$(TORCH_INDEX)" --python "$(PYTHON)" $(VERSIONS) -- $(ARGS)

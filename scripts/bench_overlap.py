@@ -1,4 +1,4 @@
-"""Time and memory of `dbo-greenlet overlap` and `import` on large files, each in a process of its own.
+"""Time and memory of `dbo-greenlet overlap`, `import`, `export` and `diff` on large files, each in its own process.
 
     python scripts/bench_overlap.py [--quick] [--large] [--out FILE.json]
 
@@ -147,6 +147,10 @@ def write_own(path: Path, slices: int) -> None:
             step += 1
 
 
+def export(path: Path, kind: str, out: Path) -> tuple[object, ...]:
+    return "export", path, "--format", kind, "-o", out
+
+
 def measured(*words: object) -> tuple[float, float, float]:
     """Seconds by the wall and of processor time, and megabytes, of one command."""
     begin = time.perf_counter()
@@ -190,14 +194,22 @@ def main() -> int:
         imported = Path(folder, "plain.npz")
         row("torch.profiler, import", "import", plain, "-o", imported, size=plain.stat().st_size)
         row("torch.profiler, imported", "overlap", imported, size=imported.stat().st_size)
+        out = Path(folder, "out")
+        for kind in ("chrome", "perfetto"):
+            row(f"torch.profiler, export {kind}", *export(plain, kind, out), size=plain.stat().st_size)
+        row("torch.profiler, diff with itself", "diff", plain, plain, size=2 * plain.stat().st_size)
         nsys = Path(folder, "nsys.sqlite")
         write_nsys(nsys, int(1_000_000 * scale))
         row(f"Nsight Systems, {int(1000 * scale)} thousand kernels", "overlap", nsys, size=nsys.stat().st_size)
         own = Path(folder, "own.jsonl")
         write_own(own, int(1_000_000 * scale))
-        row(f"ours, {int(1000 * scale)} thousand slices", "overlap", own, size=own.stat().st_size)
+        count = f"ours, {int(1000 * scale)} thousand slices"
+        row(count, "overlap", own, size=own.stat().st_size)
+        for kind in ("chrome", "perfetto"):
+            row(f"{count}, export {kind}", *export(own, kind, out), size=own.stat().st_size)
+        row(f"{count}, diff with itself", "diff", own, own, size=2 * own.stat().st_size)
         if arguments.large:
-            for path in (plain, nsys, own):
+            for path in (plain, nsys, own, out):
                 path.unlink()
             large = Path(folder, "large.json")
             write_json(large, 1_000_000_000)

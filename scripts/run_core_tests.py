@@ -42,6 +42,7 @@ KIT_TESTS = (
     "virtual_graphs",
 )
 TESTS = ("tests/core", *(f"tests/testing/test_{name}.py" for name in KIT_TESTS))
+AT_ONCE = ("-n", "2", "--dist", "loadfile")
 
 
 def main(arguments: list[str]) -> int:
@@ -61,7 +62,17 @@ def main(arguments: list[str]) -> int:
             failed.append(version)
             continue
         print(f"core tests: Python {version}", flush=True)
-        command = [str(env.executable), "-m", "pytest", *TESTS, "-q", "-p", "no:cacheprovider", *pytest_arguments]
+        command = [
+            str(env.executable),
+            "-m",
+            "pytest",
+            *TESTS,
+            *AT_ONCE,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *pytest_arguments,
+        ]
         # The tests start subprocesses that import the package too; it is not installed here, so the path says where.
         search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": search_path}, check=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .._version import __version__
-from . import diff, doctor, export, import_, overlap, replay, run, selftest, show
+from . import critical_path, diff, doctor, estimate, export, import_, lint, overlap, record, replay, run, selftest, show
 
 __all__ = ["app"]
 
@@ -36,9 +36,13 @@ def _options(
 
 
 app.command("run")(run.run)
+app.command("record", context_settings=record.CONTEXT_SETTINGS)(record.record)
 app.command("show")(show.show)
 app.command("overlap")(overlap.overlap)
+app.command("critical-path")(critical_path.critical_path)
 app.command("diff")(diff.diff)
+app.command("lint")(lint.lint)
+app.command("estimate")(estimate.estimate)
 app.command("export")(export.export)
 app.command("import")(import_.import_profile)
 app.command("replay")(replay.replay)

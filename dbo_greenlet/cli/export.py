@@ -1,15 +1,16 @@
-"""`dbo-greenlet export`: a trace for chrome://tracing or Perfetto."""
+"""`dbo-greenlet export`: traces and profiles for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
 import json
-import re
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from .step_range import step_range
+from .trace_extra import needs_trace_extra
 
 __all__ = ["export"]
 
@@ -22,11 +23,12 @@ class Format(str, Enum):
 
 
 def export(
-    file: Annotated[
-        Path,
+    files: Annotated[
+        list[Path],
         typer.Argument(
-            help="A trace of ours; it may still be growing. Or the folder of a server's traces: the latest of --rank, "
-            "or of the lowest rank."
+            metavar="FILE",
+            help="Traces of ours (also .gz), which may still be growing, or profiles of torch.profiler or Nsight "
+            "Systems; of one run, one a rank. Or a folder of them.",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
@@ -36,24 +38,32 @@ def export(
             "--format", help="chrome: JSON that most viewers open. perfetto: TrackEvent packets, exact and smaller."
         ),
     ],
-    run: Annotated[str | None, typer.Option(help="Only this run: dbo, thread or unsplit.")] = None,
+    run: Annotated[str | None, typer.Option(help="Of traces of ours: only this run: dbo, thread or unsplit.")] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
-    steps: Annotated[str | None, typer.Option(help="Only these steps, 3 or 3-5; default: all.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Of traces of ours: only these steps, 3 or 3-5; default: all.")
+    ] = None,
+    kernels: Annotated[
+        Path | None,
+        typer.Option("--kernels", metavar="TOML", help="Of profiles: names to know, before those built in."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> int:
-    """Write a trace in a format that viewers open: one process per rank, arrows from sends to receives, counters.
+    """Write traces or profiles in a format that viewers open: one process per rank, all on one time axis.
+
+    Arrows go from sends to receives, from calls to the kernels they launch, and from a recorded event to what waited
+    for it. Counters show transfers and bytes in flight, and runnable microbatches.
 
     Example: dbo-greenlet export trace.jsonl --format perfetto -o trace.pftrace
 
     Then open it at ui.perfetto.dev.
     """
     from ..errors import ConfigurationError
-    from ..trace import newest_trace
     from ..trace.export import export_trace
     from ..trace.export_chrome import write_chrome
-    from ..trace.export_model import ExportModel
+    from ..trace.export_open import open_export
 
-    wanted = None if steps is None else _range(steps)
+    wanted = None if steps is None else step_range(steps, "--steps")
     write = write_chrome
     if kind is Format.perfetto:
         try:
@@ -63,37 +73,24 @@ def export(
                 raise
             raise ConfigurationError(f"{error.name} is not installed; install dbo-greenlet[trace]") from error
         write = write_perfetto
-    if file.is_dir():
-        file = newest_trace(file, rank)
-        print(f"dbo-greenlet: this is {file}", file=sys.stderr)
-    model = ExportModel(file, run=run, rank=rank, steps=wanted)
-    export_trace(model, output, write)
-    shown = {name.replace(" ", "_"): number for name, number in model.shown.items()}
-    apart = max(model.offsets.values()) - min(model.offsets.values())
+    with needs_trace_extra():
+        model = open_export(files, run=run, rank=rank, steps=wanted, kernels=kernels)
+        export_trace(model, output, write)
     if as_json:
-        summary: dict[str, object] = {"file": str(file), "output": str(output), "format": kind.value, **shown}
-        summary |= {"ranks": sorted(model.offsets), "offsets_us": model.offsets, "torn": model.stream.torn}
-        print(json.dumps(summary, indent=2))
+        shown = {name.replace(" ", "_"): number for name, number in model.shown.items()}
+        summary: dict[str, object] = {"files": model.paths, "output": str(output), "format": kind.value, **shown}
+        summary |= {"ranks": sorted(model.offsets), "offsets_us": model.offsets}
+        print(json.dumps(summary | {"axis": model.axis_text(), "notes": model.notes}, indent=2))
         return 0
-    ranks = ", ".join(map(str, sorted(model.offsets)))
-    print(
-        f"{output}: {shown['steps']} steps of rank{'s' if len(model.offsets) > 1 else ''} {ranks}, "
-        f"{shown['slices']} slices, {shown['flows']} arrows, {shown['counter_samples']} counter samples"
-    )
-    if len(model.offsets) > 1:
-        print(
-            f"The ranks lie on one axis by the clock of their host; their origins are up to {apart:.3f} us apart. Of "
-            "ranks on several hosts this says nothing."
-        )
-    if model.stream.torn:
-        print(f"The last line of {file} is torn and was left out: the run is writing it right now, or died there.")
+    print(f"{output}: {_counted(model.shown, sorted(model.offsets))}")
+    for line in model.axis_text():
+        print(line)
+    for note in model.notes:
+        print(f"note: {note}")
     return 0
 
 
-def _range(text: str) -> range:
-    from ..errors import ConfigurationError
-
-    match = re.fullmatch(r"\s*(\d{1,12})\s*(?:-\s*(\d{1,12})\s*)?", text)
-    if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-        raise ConfigurationError(f"--steps {text}: give one step (3) or a range with both ends (3-5)")
-    return range(int(match[1]), int(match[2] or match[1]) + 1)
+def _counted(shown: dict[str, int], ranks: list[int]) -> str:
+    steps = f"{shown['steps']} step{'' if shown['steps'] == 1 else 's'}, " if "steps" in shown else ""
+    of = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"{of}: {steps}{shown['slices']} slices, {shown['flows']} arrows, {shown['counter samples']} counter samples"

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .trace_extra import needs_trace_extra
+
+if TYPE_CHECKING:
+    from ..trace.clock_bounds import Collective
+    from ..trace.clock_offsets import CommonAxis
+    from ..trace.profile_clocks import ProfileClocks
 
 __all__ = ["overlap"]
 
@@ -19,7 +26,7 @@ def overlap(
         typer.Argument(
             metavar="FILE",
             help="Traces of ours, profiles of torch.profiler (JSON, also .gz; vLLM's too) or of Nsight Systems "
-            "(exported SQLite), or what `import` made of them. One a rank.",
+            "(exported SQLite), or what `import` made of them. One a rank, or a folder of them.",
         ),
     ],
     kernels: Annotated[
@@ -32,34 +39,72 @@ def overlap(
 ) -> int:
     """Measure how much communication compute hides, by stage, layer, microbatch and rank, and why there was no compute.
 
-    Exit code 1: the answer is not reliable, and the report says why.
+    Several files of one run are put on one axis by the collectives that they share, which tells what in a communication
+    is waiting for a late rank. Exit code 1: the answer is not reliable, and the report says why.
 
     Example: dbo-greenlet overlap rank0.pt.trace.json.gz
     """
     from ..errors import ConfigurationError
+    from ..trace.arrivals import arrivals_json, render_arrivals
+    from ..trace.files import expand
 
+    paths, left_out = expand(files, rank=rank)
+    for note in left_out:
+        print(f"dbo-greenlet: {note}", file=sys.stderr)
     with needs_trace_extra():
         from ..trace.importers import is_own_trace, read_profile
         from ..trace.kernels import KernelTable
         from ..trace.overlap_profile import profile_overlap
         from ..trace.overlap_text import is_reliable, overlap_json, render_overlap, render_summary
         from ..trace.overlap_trace import trace_overlap
+        from ..trace.profile_clocks import ProfileClocks
         from ..trace.step_columns import read_columns
 
         table = KernelTable(kernels)
+        clocks = ProfileClocks(table)
         reports = []
-        for file in files:
-            if is_own_trace(file):
-                reports.append(trace_overlap(read_columns(file), run=run, rank=rank))
+        own = []
+        for path in paths:
+            if is_own_trace(path):
+                own.append(path)
+                reports.append(trace_overlap(read_columns(path), run=run, rank=rank))
             elif run is not None or rank is not None:
-                raise ConfigurationError(f"{file} is a profile; --run and --rank choose from a trace of ours")
+                raise ConfigurationError(f"{path} is a profile; --run and --rank choose from a trace of ours")
             else:
-                reports.append(profile_overlap(read_profile(file), table))
+                profile = read_profile(path)
+                clocks.add(profile)
+                reports.append(profile_overlap(profile, table))
+    axes = _axes(clocks, own)
     if as_json:
-        print(json.dumps({"reports": [overlap_json(report) for report in reports]}, indent=2))
+        found = [arrivals_json(axis, collectives) | {"notes": notes} for axis, collectives, notes in axes]
+        print(json.dumps({"reports": [overlap_json(report) for report in reports], "axes": found}, indent=2))
     else:
         texts = [render_overlap(report) for report in reports]
         if len(reports) > 1:
             texts.append(render_summary(reports))
+        for axis, collectives, notes in axes:
+            # Files that share nothing need not be of one run, and then there is nothing to say.
+            if collectives:
+                texts.append("\n".join([render_arrivals(axis, collectives), *(f"note: {note}" for note in notes)]))
         print("\n\n\n".join(texts))
     return 0 if all(is_reliable(report) for report in reports) else 1
+
+
+def _axes(clocks: ProfileClocks, own: Sequence[Path]) -> list[tuple[CommonAxis, list[Collective], list[str]]]:
+    """One for the profiles and one for the traces of ours, where there are several of them."""
+    from ..errors import TraceFileError
+    from ..trace.clock_offsets import axis_of, read_votes
+
+    axes = []
+    if len(clocks.names) > 1:
+        collectives, notes = clocks.match()
+        axes.append((clocks.axis(collectives), collectives, notes))
+    if len(own) > 1:
+        try:
+            votes = read_votes(own)
+        except TraceFileError as error:
+            # Each was read already, so what is left to find is that they are of several runs: to be compared, then.
+            axes.append((axis_of([], ranks=()), [], [f"{error}."]))
+        else:
+            axes.append((votes.axis(), votes.collectives, []))
+    return axes

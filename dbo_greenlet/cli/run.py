@@ -93,6 +93,14 @@ def run(
         bool,
         typer.Option("--gpu-timeline", help="With --trace: also when each slice ran on the GPU, in graphs too."),
     ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="With --trace: also what each operation reads, writes, frees and holds, for `lint`. Times mean little "
+            "then, and no graphs are made.",
+        ),
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the trace (JSON Lines) to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
@@ -123,10 +131,12 @@ def run(
         rank_timeout=rank_timeout,
         cudagraph_sizes=cudagraph_sizes,
         gpu_timeline=gpu_timeline,
+        memory=memory,
     )
     settings.check()
-    if gpu_timeline and trace is None:
-        raise ConfigurationError("--gpu-timeline writes into the trace, and there is none; name it with --trace")
+    for flag, given in (("--gpu-timeline", gpu_timeline), ("--memory", memory)):
+        if given and trace is None:
+            raise ConfigurationError(f"{flag} writes into the trace, and there is none; name it with --trace")
     _check_trace(trace, prompts)
 
     from ..job.launch import run_job

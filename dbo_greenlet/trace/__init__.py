@@ -2,18 +2,45 @@
 
 What is in it:
 
-    schema       the record kinds, and their JSON
+    records      the record kinds
+    schema       their JSON, and its versions
     recorder     the instrument that the scheduler calls
+    run_header   the header of a run: versions, and the environment that matters
+    op_records   a stream program -> operation records
     writer       a growing trace file that never stops the run
     rolling      a trace without an end in a bounded space, for servers; and finding it again
     reader       a trace file, line by line or with an index of its steps
+    files        what an argument of a command may be: files, folders, several of them
+    file_kinds   traces of ours or profiles, and never both
+    quick_records    its records as msgspec makes them: many times faster, for `diff` and `export`
+    step_stream  its steps one after the other
+    clock_bounds     collectives -> what the differences of clocks can be
+    clock_drift      clocks whose speeds differ
+    clock_offsets    the ranks' clocks on one axis
+    arrivals     who waits for whom in a collective
+    process_trace    the trace that the environment asks for
+    recorded_step    one step of it
+    whole_file   its file, where somebody wants all of it
+    record_output    what `dbo-greenlet record` has a program write, and where
+    process_summary  what a process recorded, at a glance
+    record_summary   the same in words, or why there is nothing
     notation     schedule -> order of work, in vLLM's notation
     timetable    order of work -> Comp, Comm and Order lines
+    step_choice  which steps somebody asks to see
     step_text    a recorded step as text, with its timetable
+    op_text      a recorded operation as text
     rows         boxes on a line of characters, and the axis above them
     lanes        slices -> one row per microbatch over host time
     gpu_lanes    GPU times -> one row per stream and microbatch over GPU time
+    lint         rules for what is wrong with a recorded run
     gpu_busy     GPU times -> how long each stream was in use, and both at once
+    diff         two traces of one job: the first decision that differs (`diff_program`, `diff_times`, `diff_text`)
+    export       what viewers are shown: `export_open` makes a model of files, `export_items` is what it is made of,
+                 `export_step` and `export_tracks` make it, `export_chrome` and `export_perfetto` write it
+    page         an export as an HTML page; `page_data` is what its scripts (assets/timeline) are given
+    plot         an export as a picture (needs matplotlib)
+    item_stages  the stages that both colour by
+    stream_lanes a profile's export on the terminal: a row per GPU stream
 
 What measures needs numpy, and to read other tools' profiles msgspec (the extra `trace`), so this module does not import
 it; its modules are imported by name:
@@ -27,9 +54,19 @@ it; its modules are imported by name:
     attribution      whose work it is: stage, layer, microbatch
     idle             why there was no compute, and how long launches took
     overlap          hidden and exposed communication: the report and its parts
+    profile_clocks   profiles of several ranks on one axis
     overlap_profile  a profile -> the report
     overlap_trace    a trace of ours -> the report
     overlap_text     the report as text and JSON
+    overlap_sums     reports of parts of a trace, added up
+    path_graph       what had to come before what; its longest path, and with stages shortened
+    critical_path    the chain that set a step's length and what shortening would give: the report, by stage
+                     (`critical_path_trace` and `_profile` make it, `_text` and `_lanes` show it; of our own steps
+                     `_steps`, `_host` and `_gpu` make the graph, of profiles `_activities`, of a virtual device's
+                     program `_program`; `_names`, `_notes` and `_ranks` say what is what)
+    profile_edges    what in a profile came before what of necessity
+    export_profile   a profile -> what viewers are shown
+    diff_profile     two profiles: kernels that came and went, times by stage (`diff_profile_text`)
 """
 
 from __future__ import annotations
@@ -45,6 +82,7 @@ from .schema import (
     EndRecord,
     GpuRecord,
     HeaderRecord,
+    OpRecord,
     PromptRecord,
     Record,
     RecvRecord,
@@ -61,6 +99,7 @@ __all__ = [
     "GpuRecord",
     "GpuUse",
     "HeaderRecord",
+    "OpRecord",
     "PromptRecord",
     "Record",
     "RecvRecord",

@@ -23,8 +23,8 @@ from ..errors import ScheduleDecodeError, TraceFileError
 from ..schedule import Schedule
 from .diff_program import program_differences, prompt_differences, why_not_comparable
 from .diff_times import Times, times_of
+from .files import AnyPath, TraceFiles
 from .reader import StepTrace
-from .step_stream import StepStream
 
 __all__ = ["Difference", "StepTimes", "TraceDiff", "diff_traces"]
 
@@ -85,6 +85,7 @@ class TraceDiff:
         outputs, tokens: steps with different output checksums and sampled tokens.
         not_comparable: why outputs and tokens say nothing here; "" where they do.
         times: of every step that both have, in order.
+        notes: what was left out of folders, as sentences.
         torn: the files whose last line was cut off.
         unended: the files of runs that still go on or died: a rank has no end record.
     """
@@ -99,6 +100,7 @@ class TraceDiff:
     tokens: list[StepKey] = field(default_factory=list)
     not_comparable: str = ""
     times: list[StepTimes] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
     unended: list[str] = field(default_factory=list)
 
@@ -118,23 +120,21 @@ class TraceDiff:
         return sums
 
 
-def diff_traces(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], *, run: str | None = None, rank: int | None = None
-) -> TraceDiff:
+def diff_traces(a: AnyPath, b: AnyPath, *, run: str | None = None, rank: int | None = None) -> TraceDiff:
     """Compare two traces of ours.
 
     Args:
-        a, b: the files.
+        a, b: the files, or folders of them.
         run, rank: compare only this run's and this rank's steps.
 
     Raises:
         TraceFileError: a file cannot be read; they are of different programs, settings or prompts; no step is in both.
     """
-    return _Comparison(StepStream(a), StepStream(b), run, rank).result()
+    return _Comparison(*(TraceFiles(each, rank=rank, quick=True) for each in (a, b)), run=run, rank=rank).result()
 
 
 class _Comparison:
-    def __init__(self, a: StepStream, b: StepStream, run: str | None, rank: int | None) -> None:
+    def __init__(self, a: TraceFiles, b: TraceFiles, *, run: str | None, rank: int | None) -> None:
         self._streams = (a, b)
         self._wanted = (run, rank)
         self._found = TraceDiff(a.path, b.path)
@@ -168,7 +168,8 @@ class _Comparison:
         found.only_a, found.only_b = (sorted(each, key=self._place) for each in waiting)
         self._something_in_common()
         found.not_comparable = why_not_comparable(a.headers, b.headers)
-        found.torn = [each.path for each in self._streams if each.torn]
+        found.torn = [os.fspath(path) for each in self._streams for path in each.torn_paths]
+        found.notes = a.notes + b.notes
         found.unended = [each.path for each in self._streams if each.headers.keys() - each.ends.keys()]
         for keys in (found.outputs, found.tokens):
             keys.sort(key=self._place)
@@ -180,7 +181,7 @@ class _Comparison:
         found.first = self._differences[0] if self._differences else None
         return found
 
-    def _steps(self, stream: StepStream) -> Iterator[StepTrace]:
+    def _steps(self, stream: TraceFiles) -> Iterator[StepTrace]:
         run, rank = self._wanted
         for step in stream:
             if run in (None, step.run) and rank in (None, step.rank):

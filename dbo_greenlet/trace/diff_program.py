@@ -10,7 +10,7 @@ from .schema import HeaderRecord, PromptRecord
 __all__ = ["program_differences", "prompt_differences", "why_not_comparable"]
 
 # Settings that say how a run was recorded, supervised or on what machine, and nothing about what it decides.
-_NO_DECISION = ("gpu_timeline", "processor", "rank_timeout", "trace")
+_NO_DECISION = ("gpu_timeline", "memory", "processor", "rank_timeout", "trace")
 _SHOWN = 40  # characters of a setting in an error
 _MISSING = object()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .diff import Difference, StepKey, TraceDiff
 from .diff_times import KINDS
 
-__all__ = ["diff_json", "render_diff"]
+__all__ = ["aligned", "diff_json", "render_diff"]
 
 SHOWN = 5  # steps of a kind that are named
 _STAGES = ("attention", "experts", "shared", "dispatch", "combine", "out", "other")
@@ -26,7 +26,7 @@ def render_diff(diff: TraceDiff) -> str:
         lines += ["", f"The last line of {' and of '.join(diff.torn)} is torn and was left out."]
     if diff.unended:
         lines += ["", f"{' and '.join(diff.unended)}: no end record of some rank; the run still goes on, or died."]
-    return "\n".join(lines)
+    return "\n".join(lines + [f"note: {note}" for note in diff.notes])
 
 
 def diff_json(diff: TraceDiff) -> dict[str, Any]:
@@ -50,6 +50,7 @@ def diff_json(diff: TraceDiff) -> dict[str, Any]:
             _named((step.run, step.step, step.rank)) | {"delta": step.delta, "times": _rows(step.a, step.b)}
             for step in diff.times
         ],
+        "notes": diff.notes,
         "torn": diff.torn,
         "unended": diff.unended,
     }
@@ -142,7 +143,7 @@ def _times(diff: TraceDiff) -> list[str]:
             name = f"    {key[1]}" if key[1] else f"  {KINDS[kind]}"
             change = f"{100 * (b - a) / a:+.1f} %" if a else ""
             table.append((name, f"{a:.1f}", f"{b:.1f}", f"{b - a:+.1f}", change))
-    return _aligned(table) if len(table) > 1 else ["No times of a step are in both traces."]
+    return aligned(table) if len(table) > 1 else ["No times of a step are in both traces."]
 
 
 def _steps(diff: TraceDiff) -> list[str]:
@@ -162,10 +163,11 @@ def _steps(diff: TraceDiff) -> list[str]:
                 *(f"{time:.1f}" for time in flights),
             )
         )
-    return _aligned(table)
+    return aligned(table)
 
 
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
+def aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table as lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for name, *numbers in table:

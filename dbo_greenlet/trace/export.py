@@ -7,17 +7,44 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from ..errors import ConfigurationError, TraceFileError
 from .export_items import Item
-from .export_model import ExportModel
 
-__all__ = ["export_trace"]
+__all__ = ["Model", "export_trace"]
+
+
+class Model(Protocol):
+    """What can be exported: items, iterated over once, and what to say about them.
+
+    Attributes:
+        path: what to call the files together.
+        paths: the files that are read.
+        shown: how many there were of each thing, whole when it was iterated over.
+        offsets: rank -> microseconds by which its times were moved onto the common axis, likewise.
+        notes: what else to know, as sentences, likewise.
+    """
+
+    path: str
+    shown: dict[str, int]
+    offsets: dict[int, float]
+
+    @property
+    def paths(self) -> list[str]: ...
+
+    @property
+    def notes(self) -> list[str]: ...
+
+    def axis_text(self) -> list[str]:
+        """How ranks were put on one axis, as lines; none for one rank."""
+        ...
+
+    def __iter__(self) -> Iterator[Item]: ...
 
 
 def export_trace(
-    model: ExportModel, output: str | os.PathLike[str], write: Callable[[Iterable[Item], IO[bytes]], None]
+    model: Model, output: str | os.PathLike[str], write: Callable[[Iterable[Item], IO[bytes]], None]
 ) -> None:
     """Write what the model shows.
 
@@ -34,8 +61,9 @@ def export_trace(
         ConfigurationError: the output is the trace.
     """
     path = Path(output)
-    if path.exists() and os.path.exists(model.stream.path) and path.samefile(model.stream.path):
-        raise ConfigurationError(f"--output {path} is the trace itself; name another file")
+    for read in model.paths:
+        if path.exists() and os.path.exists(read) and path.samefile(read):
+            raise ConfigurationError(f"--output {path} is the trace itself; name another file")
     items = _Items(model)
     try:
         with _opened(path) as file:
@@ -43,7 +71,7 @@ def export_trace(
     except TraceFileError as error:
         if items.failed:
             raise
-        raise TraceFileError(f"{model.stream.path}: {error}") from None
+        raise TraceFileError(f"{model.path}: {error}") from None
     except OSError as error:
         raise TraceFileError(f"{path} cannot be written: {_reason(error)}") from error
 
@@ -51,7 +79,7 @@ def export_trace(
 class _Items:
     """The model's items, and whether iterating over it failed: then its error names the file already."""
 
-    def __init__(self, model: ExportModel) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self.failed = False
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .schema import GpuRecord
 
-__all__ = ["GpuUse", "gpu_use"]
+__all__ = ["GpuUse", "Interval", "common", "gpu_use", "length", "united"]
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ def gpu_use(stretches: Sequence[GpuRecord]) -> GpuUse:
     """The use of both streams over one step; all zero where there is nothing."""
     if not stretches:
         return GpuUse(0.0, 0.0, 0.0, 0.0)
-    length = max(s.end for s in stretches) - min(s.begin for s in stretches)
-    compute = _united((s.begin + s.waited, s.end) for s in stretches if s.stream != "comm")
-    comm = _united((s.begin + s.waited, s.end) for s in stretches if s.stream == "comm")
-    return GpuUse(length, _length(compute), _length(comm), _length(_common(compute, comm)))
+    whole = max(s.end for s in stretches) - min(s.begin for s in stretches)
+    compute = united((s.begin + s.waited, s.end) for s in stretches if s.stream != "comm")
+    comm = united((s.begin + s.waited, s.end) for s in stretches if s.stream == "comm")
+    return GpuUse(whole, length(compute), length(comm), length(common(compute, comm)))
 
 
 Interval = tuple[float, float]
 
 
-def _united(intervals: Iterable[Interval]) -> list[Interval]:
+def united(intervals: Iterable[Interval]) -> list[Interval]:
     """Sorted, without overlaps."""
     out: list[Interval] = []
     for begin, end in sorted(intervals):
@@ -56,7 +56,8 @@ def _united(intervals: Iterable[Interval]) -> list[Interval]:
     return out
 
 
-def _common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+def common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """What both cover; each of them as `united` gives it."""
     out: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -70,5 +71,6 @@ def _common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interva
     return out
 
 
-def _length(intervals: Iterable[Interval]) -> float:
+def length(intervals: Iterable[Interval]) -> float:
+    """The time covered, of intervals without overlaps."""
     return sum(end - begin for begin, end in intervals)

@@ -34,8 +34,9 @@ def union(begin: npt.ArrayLike, end: npt.ArrayLike) -> Spans:
     end = np.asarray(end, dtype=np.float64)
     kept = end > begin
     begin, end = begin[kept], end[kept]
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], end[order]
+    if (begin[1:] < begin[:-1]).any():
+        order = np.argsort(begin, kind="stable")
+        begin, end = begin[order], end[order]
     if not len(begin):
         return np.empty((0, 2), dtype=np.float64)
     reach = np.maximum.accumulate(end)

@@ -68,7 +68,12 @@ def render_lanes(
 
 def slice_letters(sites: Sequence[str]) -> Mapping[str, str]:
     """What stands for a slice, by the stage of the site at which it ends, in a step with these sites."""
-    return _LETTERS | {"combine": "S" if is_high_throughput(sites) else "M"}
+    return letters_of(is_high_throughput(sites))
+
+
+def letters_of(high_throughput: bool) -> Mapping[str, str]:
+    """As `slice_letters`, for who knows already which pattern it is."""
+    return _LETTERS | {"combine": "S" if high_throughput else "M"}
 
 
 def slice_label(site: str, letters: Mapping[str, str]) -> str:

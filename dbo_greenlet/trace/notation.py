@@ -31,6 +31,7 @@ The order of the scheduler's decisions thus gives the order of the pieces, and `
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -108,6 +109,8 @@ class Item:
         return text + "*" if self.no_sibling else text
 
 
+# A run has a few hundred sites, and each of its slices and windows has one of them.
+@functools.lru_cache(maxsize=4096)
 def parse_site(site: str) -> Site | None:
     """What a label such as "layer3.dispatch" or "model.layers.3.combine" says; None for every other label."""
     match = _SITE.fullmatch(site)

@@ -210,12 +210,13 @@ def rows_by(
     of_compute: Ints = getattr(compute, column)
     in_communication, in_compute = intervals.cover(communication.spans), intervals.cover(compute.spans)
     rows = []
-    for value in np.union1d(of_communication, of_compute):
+    sending, computing = _by_value(of_communication), _by_value(of_compute)
+    none = np.zeros(0, dtype=np.int64)
+    for value in sorted(sending.keys() | computing.keys()):
         if names is None and value < 0:
             continue
-        mine = of_communication == value
+        mine, own = sending.get(value, none), computing.get(value, none)
         sent = intervals.union(communication.begin[mine], communication.end[mine])
-        own = of_compute == value
         computed = intervals.union(compute.begin[own], compute.end[own])
         took = intervals.length(sent)
         rows.append(
@@ -225,7 +226,14 @@ def rows_by(
                 exposed=took - in_compute(sent),
                 compute=intervals.length(computed),
                 hides=in_communication(computed),
-                events=int(mine.sum()),
+                events=len(mine),
             )
         )
     return rows
+
+
+def _by_value(column: Ints) -> dict[int, npt.NDArray[np.int64]]:
+    """Value -> the rows that have it, in order."""
+    order = np.argsort(column, kind="stable")
+    values, starts = np.unique(column[order], return_index=True)
+    return dict(zip(values.tolist(), np.split(order, starts[1:]), strict=True)) if len(values) else {}

@@ -30,18 +30,20 @@ _IN_FLIGHT = (
 _UNSEEN_SHARE = 0.01
 
 
-def profile_overlap(profile: Profile, table: KernelTable | None = None) -> OverlapReport:
+def profile_overlap(
+    profile: Profile, table: KernelTable | None = None, *, needs_communication: bool = True
+) -> OverlapReport:
     """Measure a profile.
 
     Raises:
-        TraceFileError: it has no communication, by the table; names the file.
+        TraceFileError: it has no communication, by the table, where that is needed; names the file.
     """
     table = KernelTable() if table is None else table
     activities = profile.activities
     launches = find_launches(profile)
     found = attribute(profile, launches, table)
     unreliable = _graphs_unseen(profile, launches)
-    if not found.communication.any() and not unreliable:
+    if needs_communication and not found.communication.any() and not unreliable:
         raise TraceFileError(f"{profile.path}: {_no_communication(found)}")
     groups, group = profile.groups()
     shift, window = apart(group, activities.begin, activities.end)

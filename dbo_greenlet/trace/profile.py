@@ -23,7 +23,20 @@ import numpy.typing as npt
 
 from ..errors import TraceFileError
 
-__all__ = ["COPY", "GRAPH", "KERNEL", "SET", "Activities", "Calls", "Profile", "Ranges", "load", "save"]
+__all__ = [
+    "COPY",
+    "GRAPH",
+    "KERNEL",
+    "SET",
+    "Activities",
+    "Calls",
+    "Profile",
+    "Ranges",
+    "Waits",
+    "empty",
+    "load",
+    "save",
+]
 
 # Kinds of activities. GRAPH is a whole graph in one piece, whose kernels the profile does not show.
 KERNEL, COPY, SET, GRAPH = range(4)
@@ -72,7 +85,7 @@ class Activities(Columns):
         stream: number of the stream, as the profile has it.
         correlation: what its launch call has, too.
         graph_node: the node of the graph that it ran as; -1 where no graph launched it, or nobody recorded the node.
-        size: bytes that were copied or set.
+        size: bytes that were copied or set, or that this rank gave to a collective of NCCL; -1 where nobody says.
     """
 
     name: Ints
@@ -115,6 +128,39 @@ class Ranges(Columns):
 
 
 @dataclass(frozen=True)
+class Waits(Columns):
+    """Streams that were made to wait for an event: `begin` and `end` of the call that did. Few profiles have them.
+
+    Attributes:
+        rank, device: as in `Activities`.
+        stream: the stream that waits.
+        on_stream: the stream on which the event was recorded.
+        correlation: of the call that makes the stream wait.
+        record_correlation: of the call that recorded the event.
+        recorded: microseconds at which that call began; NaN where the profile does not have it.
+    """
+
+    rank: Ints
+    device: Ints
+    stream: Ints
+    on_stream: Ints
+    correlation: Ints
+    record_correlation: Ints
+    recorded: Floats
+
+
+def empty(columns: type[AnyColumns]) -> AnyColumns:
+    """Columns of length 0."""
+    none: Any = {
+        f.name: np.zeros(0, dtype=np.float64 if f.name in _FLOATS else np.int64) for f in dataclasses.fields(columns)
+    }
+    return columns(**none)
+
+
+_FLOATS = ("begin", "end", "recorded")
+
+
+@dataclass(frozen=True)
 class Profile:
     """A profile.
 
@@ -129,6 +175,8 @@ class Profile:
         gpus: names of the GPUs.
         missing: what the profile does not hold, each as a clause that says so.
         notes: what a reader should know about how it was read, each as a sentence.
+        waits: streams that wait for events, where the profiler was asked for them (torch.profiler:
+            `_ExperimentalConfig(enable_cuda_sync_events=True)`; Nsight Systems: `--cuda-event-trace=true`).
     """
 
     path: str
@@ -143,6 +191,7 @@ class Profile:
     gpus: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    waits: Waits = field(default_factory=lambda: empty(Waits))
 
     def groups(self) -> tuple[list[tuple[int, int]], Ints]:
         """The (rank, device) pairs that ran anything, ascending, and of each activity which it belongs to.
@@ -155,7 +204,7 @@ class Profile:
         return pairs, inverse.astype(np.int64)
 
 
-_TABLES = {"activities": Activities, "calls": Calls, "ranges": Ranges}
+_TABLES = {"activities": Activities, "calls": Calls, "ranges": Ranges, "waits": Waits}
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -210,6 +259,8 @@ def load(path: str | os.PathLike[str]) -> Profile:
             tables = {
                 table: columns(**{f.name: archive[f"{table}.{f.name}"] for f in dataclasses.fields(columns)})
                 for table, columns in _TABLES.items()
+                # A file that was imported before there were waits has none.
+                if f"{table}.begin" in archive or columns is not Waits
             }
             imported = f"Imported from {rest.pop('path')}."
             rest["notes"] = [imported, *rest["notes"]]

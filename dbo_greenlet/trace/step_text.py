@@ -11,7 +11,7 @@ from .notation import Receive, is_high_throughput, order, why_no_notation
 from .reader import StepTrace
 from .timetable import render_order
 
-__all__ = ["LEGEND", "render_step"]
+__all__ = ["LEGEND", "StepTexts", "render_step"]
 
 LEGEND = (
     "A0 attention projections, A1 attention + output projection + gate, MLP routed experts, S shared expert, "
@@ -48,14 +48,47 @@ def render_step(
     Raises:
         ConfigurationError: none of `layers` is in the step.
     """
-    lines = [_heading(step)]
+    body = _body(step, layers, width, shared_expert)
+    return "\n".join([_heading(step), *body])
+
+
+class StepTexts:
+    """`render_step` for many steps: those that ran alike share the drawing, which is nearly all of the work.
+
+    A server's trace has thousands of steps and a handful of schedules.
+    """
+
+    def __init__(self, *, width: int = 100) -> None:
+        self._width = width
+        self._bodies: dict[tuple[object, ...], list[str]] = {}
+
+    def render(self, step: StepTrace) -> tuple[str, str]:
+        """The heading, and what comes below it."""
+        if not step.slices and not step.gpu:
+            return _heading(step), "\n".join(_body(step, None, self._width, True))
+        record = step.record
+        key = (
+            step.decisions,
+            step.sites,
+            bool(step.slices),
+            tuple((r.ubatch, r.by, r.decision, r.site) for r in step.receives_as_run),
+            tuple((s.ubatch, s.slice) for s in step.slices if s.failed),
+            None if record is None else (record.error, sum(record.yields) + len(record.yields)),
+        )
+        body = self._bodies.get(key)
+        if body is None:
+            body = self._bodies[key] = _body(step, None, self._width, True)
+        return _heading(step), "\n".join(body)
+
+
+def _body(step: StepTrace, layers: Collection[int] | None, width: int, shared_expert: bool) -> list[str]:
+    lines = []
     if step.record is not None and step.record.error:
         lines.append(f"failed: {step.record.error}")
     lines += [f"microbatch {s.ubatch} failed in its slice {s.slice}" for s in step.slices if s.failed]
     decisions, sites = step.decisions, step.sites
     if not step.slices and not step.gpu:
-        lines += _without_slices(step, width)
-        return "\n".join(lines)
+        return lines + _without_slices(step, width)
     lines += _what_is_missing(step)
     receives: list[Receive] | None = None
     if step.slices:
@@ -73,7 +106,7 @@ def render_step(
             *_wrapped(LEGEND, width),
             *(_wrapped(HIGH_THROUGHPUT, width) if is_high_throughput(sites) else ()),
         ]
-    return "\n".join(lines)
+    return lines
 
 
 def _without_slices(step: StepTrace, width: int) -> list[str]:

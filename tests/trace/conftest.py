@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+
+from tests.trace.browser import Browser, start
 
 Moe = tuple[tuple[int, ...], tuple[str, ...]]
 
@@ -21,3 +23,11 @@ def moe_schedule() -> Callable[[Sequence[int], Sequence[int]], Moe]:
         return tuple(decisions), tuple(sites)
 
     return build
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real browser, for all tests of a module: starting one takes a second."""
+    found = start()
+    yield found
+    found.driver.quit()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dbo_greenlet.trace import StepTrace, read_trace
+from dbo_greenlet.trace import OpRecord, StepTrace, read_trace
 from dbo_greenlet.trace.notation import parse_site
 
 protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="perfetto is not installed")
@@ -40,10 +40,12 @@ class Shown:
 
 def expected(path: Path) -> Shown:
     trace = read_trace(path)
-    zero = min(header.origin_ns for header in trace.headers.values())
+    origins = {rank: header.origin_ns for rank, header in trace.headers.items()}
+    if not all(origins.values()):
+        origins = dict.fromkeys(origins, 0)  # 0 is not known
     shown = Shown()
     for step in trace.steps.values():
-        shift = trace.headers[step.rank].origin_ns - zero
+        shift = origins[step.rank] - min(origins.values())
         _add_step(step, shift, shown)
     return shown
 
@@ -75,9 +77,14 @@ def _add_step(step: StepTrace, shift: int, shown: Shown) -> None:
         shown.slices[rank, f"{g.stream} stream", ns(g.begin), ns(g.end)] += 1
         if (waited := min(round(g.waited * 1000), ns(g.end) - ns(g.begin))) > 0:
             shown.waits[rank, f"{g.stream} stream", ns(g.begin), ns(g.begin) + waited] += 1
+    _add_waits(step, shift, shown)
     for at in sorted({time for window in windows for time in window}):
         value = sum(begin <= at < end for begin, end in windows)
         shown.counters[rank, "transfers in flight"].append((at, value))
+    sized = [(*window, r.bytes) for window, r in zip(windows, step.receives, strict=True) if r.bytes is not None]
+    for at in sorted({time for begin, end, _ in sized for time in (begin, end)}):
+        value = sum(size for begin, end, size in sized if begin <= at < end)
+        shown.counters[rank, "bytes in flight"].append((at, value))
     samples = {}
     for number, (_, _, begin, _) in enumerate(ran):
         past = step.slices[:number]
@@ -89,6 +96,35 @@ def _add_step(step: StepTrace, shift: int, shown: Shown) -> None:
     if ran:
         samples[max(end for *_, end in ran)] = 0
         shown.counters[rank, "runnable microbatches"] += sorted(samples.items())
+
+
+def _add_waits(step: StepTrace, shift: int, shown: Shown) -> None:
+    """Arrows between GPU streams: from the slice that recorded to the slice that waited, once for each two."""
+    pairs = set()
+    for wait in step.ops:
+        for record in step.ops:
+            if (wait.op, record.op, record.number) != ("wait", "record", wait.of) or record.stream == wait.stream:
+                continue
+            ends = []
+            for op in (record, wait):
+                places = [n for n, g in enumerate(step.gpu) if (g.ubatch, g.slice, g.stream) == _place(op)]
+                ends += places[:1]
+            if len(ends) == 2:
+                pairs.add(tuple(ends))
+    for first, last in pairs:
+        source, target = step.gpu[first], step.gpu[last]
+        spans = [(shift + round(g.begin * 1000), shift + round(g.end * 1000)) for g in (source, target)]
+        waited = min(round(target.waited * 1000), spans[1][1] - spans[1][0])
+        if any(begin == end for begin, end in spans):
+            continue
+        # The wait is over within its slice, the last nanosecond of which is the one before its end.
+        if spans[0][0] <= max(min(spans[1][0] + waited, spans[1][1] - 1), spans[1][0]):
+            named = [(step.rank, f"{g.stream} stream", *span) for g, span in zip((source, target), spans, strict=True)]
+            shown.flows[named[0], named[1]] += 1
+
+
+def _place(op: OpRecord) -> tuple[int | None, int | None, str | None]:
+    return op.ubatch, op.slice, op.stream
 
 
 # -- Chrome ------------------------------------------------------------------------------------------------------------
@@ -145,7 +181,8 @@ def from_chrome(data: bytes) -> Shown:
     for ends in flows.values():
         assert ends.keys() == {"s", "f"}
         first, last = (_slice_at(by_thread[ends[phase]["tid"]], ends[phase]) for phase in ("s", "f"))
-        assert ends["f"]["bp"] == "e" and first[0] <= last[0]
+        assert ends["f"]["bp"] == "e" and ends["s"]["ts"] <= ends["f"]["ts"]
+        assert first[0] <= last[0] or ends["s"]["cat"] == "event"
         assert (ends["s"]["name"], ends["s"]["cat"]) == (ends["f"]["name"], ends["f"]["cat"])
         (pair,) = {tuple((*_named(threads[ends[phase]["tid"]]), *span) for phase, span in (("s", first), ("f", last)))}
         shown.flows[pair] += 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dbo_greenlet.trace import GpuRecord, HeaderRecord, Record, RecvRecord, SliceRecord, StepRecord
+from dbo_greenlet.trace import GpuRecord, HeaderRecord, OpRecord, Record, RecvRecord, SliceRecord, StepRecord
 
 SITES = ["layer1.dispatch", "layer1.combine", "layer12.dispatch", "layer2.before_combine", "somewhere", ""]
 nanoseconds = st.integers(0, 30) | st.integers(0, 3_000_000) | st.integers(0, 10**14)
@@ -47,6 +47,7 @@ def steps(draw: Any, rank: int, step: int, run: str) -> list[Record]:
         if failed:
             break
     places = st.none() | st.integers(0, 9)
+    sizes = st.none() | st.integers(0, 2**40)
     receives = []
     for _ in range(draw(st.integers(0, 6))):
         sent, at = draw(spans(begin))
@@ -64,6 +65,7 @@ def steps(draw: Any, rank: int, step: int, run: str) -> list[Record]:
                     at=max(slices[other].end, slices[one].end),
                     decision=other,
                     sent_decision=one,
+                    bytes=draw(sizes),
                 )
             )
         else:
@@ -77,6 +79,7 @@ def steps(draw: Any, rank: int, step: int, run: str) -> list[Record]:
                     at=draw(st.sampled_from([None, at])),
                     decision=draw(places),
                     sent_decision=draw(places),
+                    bytes=draw(sizes),
                 )
             )
     gpu = []
@@ -96,7 +99,16 @@ def steps(draw: Any, rank: int, step: int, run: str) -> list[Record]:
                 error=1.5,
             )
         )
-    out: list[Record] = [*slices, *receives, *gpu]
+    ops: list[OpRecord] = []
+    for number in range(draw(st.integers(0, 6))):
+        # Most of what is recorded and waited for happens in slices that the GPU was timed in.
+        place = draw(st.sampled_from([(g.ubatch, g.slice, g.stream) for g in gpu] + [(None, None, "compute")]))
+        earlier = [op.number for op in ops if op.op == "record"]
+        of = draw(st.sampled_from([*earlier, None]))
+        kind = draw(st.sampled_from(["record", "wait", "wait"] if earlier else ["record", "wait"]))
+        where = {"ubatch": place[0], "slice": place[1], "stream": place[2]}
+        ops.append(OpRecord(**key, number=number, op=kind, of=of if kind == "wait" else None, **where))
+    out: list[Record] = [*slices, *receives, *gpu, *ops]
     if draw(st.integers(0, 9)):
         span = draw(spans(begin))
         times: dict[str, Any] = {"begin": span[0], "end": span[1]} if draw(st.booleans()) else {}

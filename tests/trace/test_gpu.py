@@ -134,10 +134,10 @@ def test_show_prints_it_and_json_carries_it(tmp_path: Path, capsys: pytest.Captu
     with TraceWriter(path) as writer:
         writer.write(HeaderRecord("0.1.0", 0, 1), StepRecord(6, 0, "dbo", 8, 8, False, "small"), RECORD, *SLICES)
     assert read_trace(path).step(7).gpu == SLICES
-    assert show(path) == 0
+    assert show([path]) == 0
     out = capsys.readouterr().out
     assert out.startswith("step 7, ") and "\n\non the GPU: 530.0 us" in out
-    assert show(path, as_json=True) == 0
+    assert show([path], as_json=True) == 0
     printed = json.loads(capsys.readouterr().out)
     assert len(printed["gpu"]) == 11 and printed["slices"] == []
     assert GpuRecord(**printed["gpu"][5]) == SLICES[5]

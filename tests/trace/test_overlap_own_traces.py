@@ -12,6 +12,7 @@ from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.trace import GpuRecord, RecvRecord, SliceRecord, StepRecord, step_columns
 from dbo_greenlet.trace.overlap import OverlapReport, Row
 from dbo_greenlet.trace.overlap_text import is_reliable
+from dbo_greenlet.trace.step_columns import read_columns
 from tests.trace.overlap_reports import hooks, own, row, write
 
 
@@ -187,9 +188,18 @@ def test_a_wrong_record_is_named_by_the_strict_reader(tmp_path: Path, line: str,
 
 def test_a_compressed_trace(tmp_path: Path) -> None:
     file = write(tmp_path, *hooks())
-    file.write_bytes(gzip.compress(file.read_bytes()))
-    with pytest.raises(TraceFileError, match="a compressed trace of ours; decompress it first"):
+    plain = own(file)
+    packed = gzip.compress(file.read_bytes())
+    file.write_bytes(packed)
+    assert own(file) == plain
+    file.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(TraceFileError, match="the gzip data ends in the middle; the copy is not whole"):
         own(file)
+
+
+def test_a_trace_of_the_first_schema() -> None:
+    columns = read_columns(Path(__file__).parent / "data" / "trace_of_the_first_schema.jsonl")
+    assert (len(columns.groups), len(columns.slices), len(columns.receives), len(columns.gpu)) == (12, 72, 64, 0)
 
 
 def test_a_trace_without_steps_and_one_of_a_newer_schema(tmp_path: Path) -> None:

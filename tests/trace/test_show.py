@@ -25,7 +25,7 @@ def test_a_step_whose_slices_were_torn_off_is_split_and_the_torn_line_is_mention
             StepRecord(0, 0, "dbo", 8, 8, True, "split", schedule=Schedule(2, (0, 1) * 2).encode(), yields=[1, 1])
         )
         writer.write_lines([b'{"t":"slice","step":0,"ra'])
-    assert show(path, lanes=True) == 0
+    assert show([path], lanes=True) == 0
     assert capsys.readouterr().out.splitlines() == [
         "step 0, rank 0, run dbo: 8 tokens",
         "split: split; its slices are not in the trace (yet)",
@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_shows_the_latest_trace_of_a_rank(
     folder: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object], name: str, reason: str
 ) -> None:
-    assert show(folder, **options) == 0
+    assert show([folder], **options) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[1] == f"not split: {reason}"
     assert said.err == f"dbo-greenlet: this is {folder / name}.jsonl\n"
@@ -84,14 +84,14 @@ def test_the_part_before_it_where_a_process_died_between_two(folder: Path) -> No
 
 def test_a_folder_without_it(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(TraceFileError, match=re.escape(f"{folder} has no trace of rank 7; it holds ranks 0, 1")):
-        show(folder, rank=7)
+        show([folder], rank=7)
     empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(TraceFileError, match=re.escape(f"{empty}: a folder without traces of a server")):
-        show(empty)
+    with pytest.raises(TraceFileError, match=re.escape(f"{empty}: a folder without traces or profiles")):
+        show([empty])
 
 
 def test_json_of_a_folder_is_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show(folder, as_json=True) == 0
+    assert show([folder], as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["record"]["reason"] == "first"
 
 
@@ -103,7 +103,7 @@ def test_last_is_the_last_step_that_was_split(tmp_path: Path, capsys: pytest.Cap
             writer.write(StepRecord(step, 0, "dbo", 8, 8, step < 3, "why"))
             if step < 2:
                 writer.write(SliceRecord(step, 0, "dbo", 0, 0, "", 1.0, 2.0))
-    assert show(path, last=True) == 0
+    assert show([path], last=True) == 0
     assert capsys.readouterr().out.startswith("step 1, ")
     with pytest.raises(ConfigurationError, match="--last: --step names a step already"):
-        show(path, last=True, step=1)
+        show([path], last=True, steps="1")

@@ -33,6 +33,23 @@ def small(**options: Any) -> ChromeProfile:
     return made
 
 
+@pytest.mark.parametrize(
+    "args, size",
+    [
+        ({"In msg nelems": 1024, "dtype": "BFloat16"}, 2048),
+        ({"In msg nelems": 1024, "dtype": "c10::Float"}, 4096),
+        ({"In msg nelems": 0, "dtype": "Long"}, 0),
+        ({"In msg nelems": 1024, "dtype": "of a later version"}, -1),
+        ({"dtype": "Float"}, -1),
+        ({}, -1),
+    ],
+)
+def test_the_size_of_a_collective(tmp_path: Path, args: dict[str, Any], size: int) -> None:
+    made = ChromeProfile()
+    made.kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 10, 20, launch=1, **args)
+    assert read_profile(made.write(tmp_path / "p.json")).activities.size.tolist() == [size]
+
+
 def test_columns(tmp_path: Path) -> None:
     profile = read_profile(small(rank=3).write(tmp_path / "p.json"))
     ran = profile.activities

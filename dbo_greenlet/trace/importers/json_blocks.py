@@ -43,6 +43,10 @@ class Args(msgspec.Struct, gc=False):
     graph_node: int | str | None = msgspec.field(default=None, name="graph node id")
     size: int | float | str | None = msgspec.field(default=None, name="bytes")
     bandwidth: int | float | str | None = msgspec.field(default=None, name="memory bandwidth (GB/s)")
+    elements: int | str | None = msgspec.field(default=None, name="In msg nelems")
+    dtype: object = None
+    wait_on_stream: int | str | None = None
+    record_correlation: int | str | None = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
     name: object = None
 
 

@@ -9,6 +9,8 @@ something to put into them and grow with the versions:
     CUPTI_ACTIVITY_KIND_GRAPH_TRACE  ... a graph in one piece (without --cuda-graph-trace=node)
     CUPTI_ACTIVITY_KIND_RUNTIME      start end globalTid correlationId nameId
     NVTX_EVENTS                      start end globalTid text textId
+    CUPTI_ACTIVITY_KIND_SYNCHRONIZATION  start end deviceId streamId correlationId globalPid syncType, and as below
+    CUPTI_ACTIVITY_KIND_CUDA_EVENT   deviceId streamId correlationId globalPid eventId eventSyncId
     StringIds                        id value
     TARGET_INFO_GPU                  name
 
@@ -17,7 +19,6 @@ Times are nanoseconds. A globalTid is a globalPid with the thread in its lowest 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sqlite3
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import TraceFileError
-from ..profile import COPY, GRAPH, KERNEL, SET, Activities, AnyColumns, Calls, Profile, Ranges
+from ..profile import COPY, GRAPH, KERNEL, SET, Activities, Calls, Profile, Ranges, Waits, empty
 from .columns import Names
 
 __all__ = ["read_nsys"]
@@ -43,6 +44,10 @@ _SETS = "CUPTI_ACTIVITY_KIND_MEMSET"
 _GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _RANGES = "NVTX_EVENTS"
+_SYNCHRONIZATIONS = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
+_RECORDS = "CUPTI_ACTIVITY_KIND_CUDA_EVENT"
+# Of CUpti_ActivitySynchronizationType.
+_STREAM_WAITS = 2
 _EVENTS = (_KERNELS, _COPIES, _SETS, _GRAPHS, _CALLS, _RANGES)
 _WORK = re.compile(r"Launch|Memcpy|Memset|WaitEvent|Synchronize")
 # CUpti_ActivityMemcpyKind, as torch.profiler names them.
@@ -113,6 +118,7 @@ class _Reader:
             ranks=False,
             gpus=list(dict.fromkeys(str(name) for (name,) in gpus)),
             missing=missing,
+            waits=self._waits().sorted(),
         )
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -148,7 +154,7 @@ class _Reader:
     def _calls(self) -> Calls:
         rows = self._rows(_CALLS, "start", "end", "globalTid", "correlationId", "nameId")
         if rows is None:
-            return _empty(Calls)
+            return empty(Calls)
         texts = self._texts(rows[:, 4])
         work = {number for number, text in texts.items() if _WORK.search(text)}
         rows = rows[np.isin(rows[:, 4], list(work))]
@@ -161,7 +167,7 @@ class _Reader:
         by_id, in_row = "textId" in columns, "text" in columns
         text = "COALESCE(e.text, s.value)" if by_id and in_row else "s.value" if by_id else "e.text"
         if not {"start", "end", "globalTid"} <= columns or not (by_id or in_row):
-            return _empty(Ranges)
+            return empty(Ranges)
         join = "LEFT JOIN StringIds AS s ON s.id = e.textId" if by_id else ""
         found = self.database.execute(
             f"SELECT e.start, e.end, e.globalTid, {text} FROM {_RANGES} AS e {join} "
@@ -170,6 +176,37 @@ class _Reader:
         names = self.names
         rows = _array(([start, end, thread, names[str(name)]] for start, end, thread, name in found), 4)
         return Ranges(*self._times(rows), rows[:, 3].copy(), self._ranks(rows[:, 2]), rows[:, 2].copy())
+
+    def _waits(self) -> Waits:
+        rows = self._rows(_SYNCHRONIZATIONS, *_PLACE[:6], "syncType", "eventId", "eventSyncId")
+        if rows is None or not (rows := rows[rows[:, 6] == _STREAM_WAITS]).size:
+            return empty(Waits)
+        records = self._rows(_RECORDS, *_PLACE[2:6], "eventId", "eventSyncId", timed=False)
+        place = _latest_records(rows, np.zeros((0, 6), dtype=np.int64) if records is None else records)
+        of = np.full((len(rows), 2), -1, dtype=np.int64)
+        if records is not None:
+            of[place >= 0] = records[place[place >= 0]][:, 1:3]
+        return Waits(
+            *self._times(rows),
+            rank=self._ranks(rows[:, 5]),
+            device=rows[:, 2].copy(),
+            stream=rows[:, 3].copy(),
+            on_stream=of[:, 0].copy(),
+            correlation=rows[:, 4].copy(),
+            record_correlation=of[:, 1].copy(),
+            recorded=self._record_calls(rows[:, 5], of[:, 1]),
+        )
+
+    def _record_calls(self, processes: Ints, correlations: Ints) -> npt.NDArray[np.float64]:
+        """When the calls that recorded an event began, by process and correlation id."""
+        wanted = "SELECT id FROM StringIds WHERE value LIKE '%EventRecord%'"
+        rows = self._rows(_CALLS, "start", "globalTid", "correlationId", where=f"nameId IN ({wanted})")
+        began = {}
+        if rows is not None:
+            began = {(thread >> _THREAD_BITS, number): start for start, thread, number in rows.tolist()}
+        keys = zip((processes >> _THREAD_BITS).tolist(), correlations.tolist(), strict=True)
+        times = [began.get(key) for key in keys]
+        return np.array([np.nan if time is None else (time - self.origin) / 1000 for time in times], dtype=np.float64)
 
     # -- parts of rows -----------------------------------------------------------------------------------------------
 
@@ -223,13 +260,14 @@ class _Reader:
         (low,) = self.database.execute(f"SELECT MIN(start) FROM {table}").fetchone()
         return None if low is None else int(low)
 
-    def _rows(self, table: str, *wanted: str) -> Ints | None:
+    def _rows(self, table: str, *wanted: str, timed: bool = True, where: str = "") -> Ints | None:
         """The wanted columns as integers; -1 for what a version does not have. None for no rows."""
         columns = self._columns(table)
-        if not {"start", "end"} <= columns:
+        if not columns or (timed and not {"start", "end"} <= columns):
             return None
         chosen = ", ".join(f"COALESCE({name}, -1)" if name in columns else "-1" for name in wanted)
-        rows = _array(self.database.execute(f"SELECT {chosen} FROM {table}"), len(wanted))
+        some = f"WHERE {where}" if where else ""
+        rows = _array(self.database.execute(f"SELECT {chosen} FROM {table} {some}"), len(wanted))
         return rows if len(rows) else None
 
 
@@ -252,6 +290,25 @@ def _joined(columns: type[Activities], tables: list[Activities]) -> Activities |
     return columns(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in names})
 
 
-def _empty(columns: type[AnyColumns]) -> AnyColumns:
-    none: Any = {f.name: np.zeros(0, dtype=np.int64) for f in dataclasses.fields(columns)}
-    return columns(**none | {"begin": np.zeros(0), "end": np.zeros(0)})
+def _latest_records(waits: Ints, records: Ints) -> Ints:
+    """Of each wait the record of its event that it waits for, as an index; -1 where there is none.
+
+    One number (eventSyncId) joins the two; versions without it know only the event, and then it is the event's latest
+    record: correlation ids of a process ascend.
+    """
+    latest: dict[tuple[int, int], int] = {}
+    by_number = {(int(row[3]), int(row[5])): place for place, row in enumerate(records) if row[5] >= 0}
+    order = sorted(
+        [(int(row[3]), int(row[2]), 0, place) for place, row in enumerate(records)]
+        + [(int(row[5]), int(row[4]), 1, place) for place, row in enumerate(waits)]
+    )
+    found = np.full(len(waits), -1, dtype=np.int64)
+    for process, _, waiting, place in order:
+        if not waiting:
+            latest[process, int(records[place][4])] = place
+            continue
+        row = waits[place]
+        found[place] = by_number.get((process, int(row[8])), -1) if row[8] >= 0 else -1
+        if found[place] < 0:
+            found[place] = latest.get((process, int(row[7])), -1)
+    return found

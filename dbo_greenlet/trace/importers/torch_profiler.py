@@ -26,6 +26,10 @@ _ACTIVITIES = {
 }  # fmt: skip
 _CALLS = {"cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "Runtime"}
 _RANGES = {"user_annotation", "nvtx"}
+_WAITS = {"cuda_sync"}
+# Bytes of an element, by the names that torch's profiler has for types.
+_BYTES = dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1)
+_BYTES |= {"Half": 2, "BFloat16": 2, "Short": 2, "Float": 4, "Int": 4, "Double": 8, "Long": 8}
 # Of the calls, those that put work on a stream, make it wait, or wait for it; torch asks events 2,000 times a step.
 _WORK = re.compile(r"Launch|Memcpy|Memset|WaitEvent|Synchronize")
 # Categories and process names of profilers that write the same format for other machines.
@@ -64,7 +68,7 @@ def read_torch_profile(path: str | os.PathLike[str]) -> Profile:
     origin = reader.builder.origin
     tables = reader.builder.tables(origin)
     if rank is not None:
-        for table in ("activities", "calls", "ranges"):
+        for table in ("activities", "calls", "ranges", "waits"):
             tables[table].rank[:] = rank
     missing = []
     if not len(tables["calls"]):
@@ -100,9 +104,14 @@ class _Reader:
         self.seconds_by_bandwidth = 0.0
         self.seconds_by_duration = 0.0
         self._handlers: dict[str, Callable[[Event, str], None]] = {}
-        for categories, handler in ((_ACTIVITIES, self._activity), (_CALLS, self._call), (_RANGES, self._range)):
+        for categories, handler in (
+            (_ACTIVITIES, self._activity),
+            (_CALLS, self._call),
+            (_RANGES, self._range),
+            (_WAITS, self._wait),
+        ):
             self._handlers |= dict.fromkeys(categories, handler)
-        self._work: dict[str, bool] = {}
+        self._work: dict[str, bool | None] = {}
 
     def read(self, events: list[Event]) -> None:
         handlers = self._handlers
@@ -123,6 +132,10 @@ class _Reader:
         args = event.args or Args()
         device = _integer(event.pid if args.device is None else args.device)
         kind, size = _ACTIVITIES[category], _integer(args.size, -1)
+        if args.elements is not None:
+            # Of a collective of NCCL: what this rank gave to it.
+            width = _BYTES.get(str(args.dtype).rpartition("::")[2])
+            size = size if width is None else _integer(args.elements) * width
         row = (
             self.builder.names[event.name or ""], kind, 0, device,
             _integer(event.tid if args.stream is None else args.stream),
@@ -138,12 +151,16 @@ class _Reader:
 
     def _call(self, event: Event, category: str) -> None:
         name = event.name or ""
-        work = self._work.get(name)
+        if name not in self._work:
+            # None: a record of an event, of which a wait wants to know when it was.
+            self._work[name] = None if "EventRecord" in name else _WORK.search(name) is not None
+        work = self._work[name]
+        args = event.args or Args()
         if work is None:
-            work = self._work[name] = _WORK.search(name) is not None
+            self.builder.recorded.append(_integer(args.correlation, -1))
+            self.builder.recorded_at.append(float(event.ts))  # type: ignore[arg-type]
         if not work:
             return
-        args = event.args or Args()
         row = (self.builder.names[name], 0, _integer(event.tid), _integer(args.correlation, -1))
         self._times(event, self.builder.calls.times)
         self.builder.calls.integers.extend(row)
@@ -152,6 +169,18 @@ class _Reader:
         row = (self.builder.names[event.name or ""], 0, _integer(event.tid))
         self._times(event, self.builder.ranges.times)
         self.builder.ranges.integers.extend(row)
+
+    def _wait(self, event: Event, category: str) -> None:
+        args = event.args or Args()
+        if event.name != "Stream Wait Event" or args.wait_on_stream is None:
+            return
+        row = (
+            0, _integer(event.pid if args.device is None else args.device),
+            _integer(event.tid if args.stream is None else args.stream), _integer(args.wait_on_stream),
+            _integer(args.correlation, -1), _integer(args.record_correlation, -1),
+        )  # fmt: skip
+        self._times(event, self.builder.waits.times)
+        self.builder.waits.integers.extend(row)
 
     def _times(self, event: Event, into: array[float]) -> float:
         # Called when the rest of the row is known to be in order: the two arrays grow together or not at all.
