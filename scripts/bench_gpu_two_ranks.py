@@ -92,9 +92,9 @@ def analyse(ranks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any] | None
     from dbo_greenlet.errors import DboError
     from dbo_greenlet.trace.importers import read_profile
     from dbo_greenlet.trace.kernels import KernelTable
-    from dbo_greenlet.trace.overlap_profile import profile_overlap
-    from dbo_greenlet.trace.overlap_text import overlap_json
-    from dbo_greenlet.trace.overlap_trace import trace_overlap
+    from dbo_greenlet.trace.overlap.profile import profile_overlap
+    from dbo_greenlet.trace.overlap.text import overlap_json
+    from dbo_greenlet.trace.overlap.trace import trace_overlap
     from dbo_greenlet.trace.step_columns import read_columns
 
     found: dict[str, list[dict[str, Any] | None]] = {}

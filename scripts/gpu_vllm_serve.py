@@ -46,7 +46,7 @@ from gpu_vllm_serve_table import tables
 
 START_S = {"fork": 90, "spawn": 200}  # for a server to answer, at most
 BENCH_S = 90  # for one run of the client
-FAULTS_S = 60  # for what is ruined in the end
+FAULTS_S = 45  # for what is ruined in the end
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 

@@ -57,9 +57,9 @@ def critical_path(
 
     percent = _percents(shorter)
     with needs_trace_extra():
-        from ..trace.critical_path_profile import profile_path
-        from ..trace.critical_path_text import path_json, render_path
-        from ..trace.critical_path_trace import trace_path
+        from ..trace.critical_path.profile import profile_path
+        from ..trace.critical_path.text import path_json, render_path
+        from ..trace.critical_path.trace import trace_path
         from ..trace.files import expand, is_trace
         from ..trace.importers import read_profile
         from ..trace.kernels import KernelTable

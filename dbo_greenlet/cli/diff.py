@@ -46,8 +46,8 @@ def diff(
     Example: dbo-greenlet diff before.jsonl after.jsonl
     """
     from ..errors import ConfigurationError
-    from ..trace.diff import diff_traces
-    from ..trace.diff_text import diff_json, render_diff
+    from ..trace.diff.text import diff_json, render_diff
+    from ..trace.diff.traces import diff_traces
     from ..trace.file_kinds import all_ours
     from ..trace.files import expand
 
@@ -61,8 +61,8 @@ def diff(
     if run is not None or rank is not None:
         raise ConfigurationError(f"{paths[0][0]} is a profile; --run and --rank choose from a trace of ours")
     with needs_trace_extra():
-        from ..trace.diff_profile import diff_profiles
-        from ..trace.diff_profile_text import profile_diff_json, render_profile_diff
+        from ..trace.diff.profiles import diff_profiles
+        from ..trace.diff.profiles_text import profile_diff_json, render_profile_diff
         from ..trace.importers import read_profile
         from ..trace.kernels import KernelTable
 

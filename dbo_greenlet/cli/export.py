@@ -59,15 +59,15 @@ def export(
     Then open it at ui.perfetto.dev.
     """
     from ..errors import ConfigurationError
-    from ..trace.export import export_trace
-    from ..trace.export_chrome import write_chrome
-    from ..trace.export_open import open_export
+    from ..trace.export.chrome import write_chrome
+    from ..trace.export.open_export import open_export
+    from ..trace.export.write import export_trace
 
     wanted = None if steps is None else step_range(steps, "--steps")
     write = write_chrome
     if kind is Format.perfetto:
         try:
-            from ..trace.export_perfetto import write_perfetto
+            from ..trace.export.perfetto import write_perfetto
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] not in ("perfetto", "google"):
                 raise

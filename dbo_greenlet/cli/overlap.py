@@ -13,9 +13,9 @@ import typer
 from .trace_extra import needs_trace_extra
 
 if TYPE_CHECKING:
-    from ..trace.clock_bounds import Collective
-    from ..trace.clock_offsets import CommonAxis
-    from ..trace.profile_clocks import ProfileClocks
+    from ..trace.clocks.bounds import Collective
+    from ..trace.clocks.offsets import CommonAxis
+    from ..trace.clocks.profiles import ProfileClocks
 
 __all__ = ["overlap"]
 
@@ -45,19 +45,19 @@ def overlap(
     Example: dbo-greenlet overlap rank0.pt.trace.json.gz
     """
     from ..errors import ConfigurationError
-    from ..trace.arrivals import arrivals_json, render_arrivals
+    from ..trace.clocks.arrivals import arrivals_json, render_arrivals
     from ..trace.files import expand
 
     paths, left_out = expand(files, rank=rank)
     for note in left_out:
         print(f"dbo-greenlet: {note}", file=sys.stderr)
     with needs_trace_extra():
+        from ..trace.clocks.profiles import ProfileClocks
         from ..trace.importers import is_own_trace, read_profile
         from ..trace.kernels import KernelTable
-        from ..trace.overlap_profile import profile_overlap
-        from ..trace.overlap_text import is_reliable, overlap_json, render_overlap, render_summary
-        from ..trace.overlap_trace import trace_overlap
-        from ..trace.profile_clocks import ProfileClocks
+        from ..trace.overlap.profile import profile_overlap
+        from ..trace.overlap.text import is_reliable, overlap_json, render_overlap, render_summary
+        from ..trace.overlap.trace import trace_overlap
         from ..trace.step_columns import read_columns
 
         table = KernelTable(kernels)
@@ -93,7 +93,7 @@ def overlap(
 def _axes(clocks: ProfileClocks, own: Sequence[Path]) -> list[tuple[CommonAxis, list[Collective], list[str]]]:
     """One for the profiles and one for the traces of ours, where there are several of them."""
     from ..errors import TraceFileError
-    from ..trace.clock_offsets import axis_of, read_votes
+    from ..trace.clocks.offsets import axis_of, read_votes
 
     axes = []
     if len(clocks.names) > 1:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from ..errors import ConfigurationError
-from ..trace.export import export_trace
-from ..trace.export_items import Item
-from ..trace.export_open import open_export
+from ..trace.export.items import Item
+from ..trace.export.open_export import open_export
+from ..trace.export.write import export_trace
 from ..trace.files import TraceFiles
 from ..trace.op_text import operation_text
 from ..trace.page import StepWords, write_page
@@ -22,7 +22,7 @@ from .show import are_ours
 from .trace_extra import needs_trace_extra
 
 if TYPE_CHECKING:
-    from ..trace.export import Model
+    from ..trace.export.write import Model
     from .show import Asked
 
 __all__ = ["write_html", "write_png"]

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError, TraceFileError
-from ..trace.export_open import open_export
+from ..trace.export.open_export import open_export
 from ..trace.stream_lanes import gpu_streams, render_streams
 from .trace_extra import needs_trace_extra
 

@@ -133,7 +133,7 @@ def toml_of(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib  # type: ignore[import-not-found]
+        import tomli as tomllib
 
     return tomllib.loads(path.read_text("utf-8"))  # type: ignore[no-any-return, unused-ignore]
 

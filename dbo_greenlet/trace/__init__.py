@@ -14,10 +14,7 @@ What is in it:
     file_kinds   traces of ours or profiles, and never both
     quick_records    its records as msgspec makes them: many times faster, for `diff` and `export`
     step_stream  its steps one after the other
-    clock_bounds     collectives -> what the differences of clocks can be
-    clock_drift      clocks whose speeds differ
-    clock_offsets    the ranks' clocks on one axis
-    arrivals     who waits for whom in a collective
+    clocks       the clocks of ranks on one axis, from the collectives that they share
     process_trace    the trace that the environment asks for
     recorded_step    one step of it
     whole_file   its file, where somebody wants all of it
@@ -34,9 +31,8 @@ What is in it:
     gpu_lanes    GPU times -> one row per stream and microbatch over GPU time
     lint         rules for what is wrong with a recorded run
     gpu_busy     GPU times -> how long each stream was in use, and both at once
-    diff         two traces of one job: the first decision that differs (`diff_program`, `diff_times`, `diff_text`)
-    export       what viewers are shown: `export_open` makes a model of files, `export_items` is what it is made of,
-                 `export_step` and `export_tracks` make it, `export_chrome` and `export_perfetto` write it
+    diff         two recordings of one job: where they part, and their times
+    export       what viewers are shown of a trace or a profile, and its formats
     page         an export as an HTML page; `page_data` is what its scripts (assets/timeline) are given
     plot         an export as a picture (needs matplotlib)
     item_stages  the stages that both colour by
@@ -53,20 +49,9 @@ it; its modules are imported by name:
     launches         which call launched what
     attribution      whose work it is: stage, layer, microbatch
     idle             why there was no compute, and how long launches took
-    overlap          hidden and exposed communication: the report and its parts
-    profile_clocks   profiles of several ranks on one axis
-    overlap_profile  a profile -> the report
-    overlap_trace    a trace of ours -> the report
-    overlap_text     the report as text and JSON
-    overlap_sums     reports of parts of a trace, added up
-    path_graph       what had to come before what; its longest path, and with stages shortened
-    critical_path    the chain that set a step's length and what shortening would give: the report, by stage
-                     (`critical_path_trace` and `_profile` make it, `_text` and `_lanes` show it; of our own steps
-                     `_steps`, `_host` and `_gpu` make the graph, of profiles `_activities`, of a virtual device's
-                     program `_program`; `_names`, `_notes` and `_ranks` say what is what)
+    overlap          hidden and exposed communication
+    critical_path    the chain that set a step's length, and what shortening each stage would give
     profile_edges    what in a profile came before what of necessity
-    export_profile   a profile -> what viewers are shown
-    diff_profile     two profiles: kernels that came and went, times by stage (`diff_profile_text`)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .export_items import Slice
+from .export.items import Slice
 from .notation import parse_site
 
 __all__ = ["STAGES", "layer_of", "stage_of"]

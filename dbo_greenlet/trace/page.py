@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from .._version import __version__
 from ..errors import ConfigurationError
-from .export_items import Item, Slice
+from .export.items import Item, Slice
 from .page_data import PageColumns
 
 __all__ = ["MAX_SLICES", "SCRIPTS", "StepWords", "page_json", "write_page"]

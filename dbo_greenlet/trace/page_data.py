@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .export_items import CounterSample, CounterTrack, FlowEnd, Item, Process, Slice, SliceTrack
+from .export.items import CounterSample, CounterTrack, FlowEnd, Item, Process, Slice, SliceTrack
 from .item_stages import STAGES, layer_of, stage_of
 
 __all__ = ["PageColumns"]

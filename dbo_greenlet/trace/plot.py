@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from ..errors import ConfigurationError
-from .export_items import CounterSample, CounterTrack, Item, Process, Slice, SliceTrack
+from .export.items import CounterSample, CounterTrack, Item, Process, Slice, SliceTrack
 from .item_stages import STAGES, layer_of, stage_of
 from .timetable import layers_text
 

@@ -117,7 +117,7 @@ class StepRecord:
             the policy's name where there is no such text ("scripted"); and the seed it has. "" and None where nobody
             says.
         vote_begin, vote_end: microseconds around the vote. No rank leaves a vote before every rank has come to it,
-            which is what puts the clocks of ranks on one axis (`clock_offsets`).
+            which is what puts the clocks of ranks on one axis (`clocks.offsets`).
     """
 
     kind: ClassVar[str] = "step"

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..errors import TraceFileError
-from .export_items import Item, Process, Slice, SliceTrack
+from .export.items import Item, Process, Slice, SliceTrack
 from .item_stages import STAGES, stage_of
 from .rows import MIN_COLUMNS, draw_axis
 

@@ -249,7 +249,7 @@ def test_a_format_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["perfetto", "google.protobuf"])
 def test_what_to_install_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for loaded in list(sys.modules):
-        if loaded == "dbo_greenlet.trace.export_perfetto" or loaded.startswith(("perfetto.", "google.protobuf.")):
+        if loaded == "dbo_greenlet.trace.export.perfetto" or loaded.startswith(("perfetto.", "google.protobuf.")):
             monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, name, None)
     file, out = trace(tmp_path / "t"), tmp_path / "out"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dbo_greenlet.trace import read_trace
-from dbo_greenlet.trace.clock_offsets import common_axis
+from dbo_greenlet.trace.clocks.offsets import common_axis
 from dbo_greenlet.trace.files import TraceFiles
 from tests.cli.loaded import output_and_loaded
 from tests.job.command import SECONDS, arguments, dbo_greenlet, environment, in_process, one_sentence

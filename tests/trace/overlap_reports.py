@@ -7,9 +7,9 @@ from typing import Any
 
 from dbo_greenlet.trace import GpuRecord, HeaderRecord, Record, RecvRecord, SliceRecord, StepRecord, TraceWriter
 from dbo_greenlet.trace.importers import read_profile
-from dbo_greenlet.trace.overlap import OverlapReport, Row
-from dbo_greenlet.trace.overlap_profile import profile_overlap
-from dbo_greenlet.trace.overlap_trace import trace_overlap
+from dbo_greenlet.trace.overlap.profile import profile_overlap
+from dbo_greenlet.trace.overlap.report import OverlapReport, Row
+from dbo_greenlet.trace.overlap.trace import trace_overlap
 from dbo_greenlet.trace.step_columns import read_columns
 from tests.trace.profiles import GEMM, LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH, ChromeProfile
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.trace import HeaderRecord, StepRecord, TraceWriter
-from dbo_greenlet.trace.arrivals import arrivals, render_arrivals
-from dbo_greenlet.trace.clock_bounds import Bounds, Contradiction, bounds_of
-from dbo_greenlet.trace.clock_drift import RankClock
-from dbo_greenlet.trace.clock_offsets import axis_of, common_axis
+from dbo_greenlet.trace.clocks.arrivals import arrivals, render_arrivals
+from dbo_greenlet.trace.clocks.bounds import Bounds, Contradiction, bounds_of
+from dbo_greenlet.trace.clocks.drift import RankClock
+from dbo_greenlet.trace.clocks.offsets import axis_of, common_axis
 from tests.trace.clocks import collectives
 
 Some = list[dict[int, tuple[float, float]]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("numpy", reason="numpy is not installed")
-from dbo_greenlet.trace.critical_path import StepPath
-from dbo_greenlet.trace.critical_path_lanes import render_path_lanes
-from dbo_greenlet.trace.path_graph import Piece
+from dbo_greenlet.trace.critical_path.graph import Piece
+from dbo_greenlet.trace.critical_path.lanes import render_path_lanes
+from dbo_greenlet.trace.critical_path.report import StepPath
 
 
 def piece(begin: float, end: float, stage: str, lane: str, what: str = "", kind: str = "work") -> Piece:

@@ -16,12 +16,12 @@ from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.policies import InTurn
 from dbo_greenlet.policy import RoundRobin
 from dbo_greenlet.testing.layer_programs import Costs
-from dbo_greenlet.trace import critical_path_activities
-from dbo_greenlet.trace.critical_path import PathReport, StepPath
-from dbo_greenlet.trace.critical_path_profile import ProfilePaths, profile_path
+from dbo_greenlet.trace.critical_path import activities as critical_path_activities
+from dbo_greenlet.trace.critical_path.graph import CERTAIN, Edge, PathGraph
+from dbo_greenlet.trace.critical_path.profile import ProfilePaths, profile_path
+from dbo_greenlet.trace.critical_path.report import PathReport, StepPath
 from dbo_greenlet.trace.importers import read_profile
 from dbo_greenlet.trace.kernels import KernelTable
-from dbo_greenlet.trace.path_graph import CERTAIN, Edge, PathGraph
 from tests.trace.profiles import COMBINE, DISPATCH, FLASH, GEMM, LOW_LATENCY_DISPATCH, ChromeProfile, NsysProfile
 from tests.trace.test_overlap_published import GOLDEN, needs_golden
 from tests.trace.virtual_steps import STAGES, VirtualStep, shorter

@@ -15,9 +15,9 @@ from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.policy import RoundRobin
 from dbo_greenlet.testing.layer_programs import Costs
 from dbo_greenlet.trace import GpuRecord, HeaderRecord, Record, RecvRecord, SliceRecord, StepRecord, TraceWriter
-from dbo_greenlet.trace.critical_path import COMMUNICATION, StepPath
-from dbo_greenlet.trace.critical_path_steps import graph_of_step
-from dbo_greenlet.trace.critical_path_trace import trace_path
+from dbo_greenlet.trace.critical_path.report import COMMUNICATION, StepPath
+from dbo_greenlet.trace.critical_path.steps import graph_of_step
+from dbo_greenlet.trace.critical_path.trace import trace_path
 from dbo_greenlet.trace.reader import StepTrace
 from dbo_greenlet.trace.schema import OpRecord
 from tests.trace.virtual_steps import VirtualStep

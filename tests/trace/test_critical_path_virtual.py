@@ -12,9 +12,9 @@ from dbo_greenlet.policies import InTurn, PhaseOffset
 from dbo_greenlet.policy import Policy, RoundRobin
 from dbo_greenlet.stream_program import Operation
 from dbo_greenlet.testing.layer_programs import Costs, HighThroughput
-from dbo_greenlet.trace.critical_path import measure_path
-from dbo_greenlet.trace.critical_path_program import graph_of_program
-from dbo_greenlet.trace.critical_path_steps import graph_of_step
+from dbo_greenlet.trace.critical_path.program import graph_of_program
+from dbo_greenlet.trace.critical_path.report import measure_path
+from dbo_greenlet.trace.critical_path.steps import graph_of_step
 from tests.testing.device_model import Command, act
 from tests.testing.device_programs import COSTS, PROGRAMS, rig
 from tests.trace.virtual_steps import STAGES, TOLD_BY_SLICES, VirtualStep, shorter

@@ -25,8 +25,8 @@ from dbo_greenlet.trace import (
     StepRecord,
     TraceWriter,
 )
-from dbo_greenlet.trace.diff import Difference, TraceDiff, diff_traces
-from dbo_greenlet.trace.diff_text import diff_json, render_diff
+from dbo_greenlet.trace.diff.text import diff_json, render_diff
+from dbo_greenlet.trace.diff.traces import Difference, TraceDiff, diff_traces
 from tests.trace.random_traces import traces
 
 DISPATCH, COMBINE = "layer1.dispatch", "layer1.combine"

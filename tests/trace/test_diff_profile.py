@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("msgspec", reason="msgspec is not installed, so profiles are not read")
-from dbo_greenlet.trace.diff_profile import Numbers, ProfileDiff, diff_profiles
-from dbo_greenlet.trace.diff_profile_text import profile_diff_json, render_profile_diff
+from dbo_greenlet.trace.diff.profiles import Numbers, ProfileDiff, diff_profiles
+from dbo_greenlet.trace.diff.profiles_text import profile_diff_json, render_profile_diff
 from dbo_greenlet.trace.importers import read_profile
-from dbo_greenlet.trace.overlap_profile import profile_overlap
+from dbo_greenlet.trace.overlap.profile import profile_overlap
 from tests.job.command import in_process, one_sentence
 from tests.trace.profiles import COMBINE, DISPATCH, FLASH, GEMM, ChromeProfile
 from tests.trace.test_export_chrome import HEADER, STEP, write

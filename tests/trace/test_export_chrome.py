@@ -24,8 +24,8 @@ from dbo_greenlet.trace import (
     TraceWriter,
     quick_records,
 )
-from dbo_greenlet.trace.export_chrome import microseconds, write_chrome
-from dbo_greenlet.trace.export_model import ExportModel
+from dbo_greenlet.trace.export.chrome import microseconds, write_chrome
+from dbo_greenlet.trace.export.model import ExportModel
 from tests.trace.exported import expected, from_chrome
 from tests.trace.random_traces import traces
 

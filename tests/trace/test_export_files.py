@@ -10,8 +10,8 @@ import pytest
 
 from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.trace import HeaderRecord, SliceRecord, StepRecord, TraceWriter
-from dbo_greenlet.trace.export_chrome import write_chrome
-from dbo_greenlet.trace.export_open import open_export
+from dbo_greenlet.trace.export.chrome import write_chrome
+from dbo_greenlet.trace.export.open_export import open_export
 from tests.job.command import in_process
 
 

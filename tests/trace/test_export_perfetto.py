@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.trace import HeaderRecord, Record, SliceRecord, StepRecord
-from dbo_greenlet.trace.export import export_trace
-from dbo_greenlet.trace.export_model import ExportModel
+from dbo_greenlet.trace.export.model import ExportModel
+from dbo_greenlet.trace.export.write import export_trace
 from tests.trace.exported import expected, from_perfetto, protos
 from tests.trace.random_traces import traces
 from tests.trace.test_export_chrome import HEADER, STEP, write
 
-write_perfetto = pytest.importorskip("dbo_greenlet.trace.export_perfetto").write_perfetto
+write_perfetto = pytest.importorskip("dbo_greenlet.trace.export.perfetto").write_perfetto
 
 
 def exported(path: Path) -> bytes:

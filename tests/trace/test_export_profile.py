@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 pytest.importorskip("msgspec", reason="msgspec is not installed, so profiles are not read")
 pytest.importorskip("perfetto", reason="perfetto is not installed")
 from dbo_greenlet.errors import ConfigurationError, TraceFileError
-from dbo_greenlet.trace.export_chrome import write_chrome
-from dbo_greenlet.trace.export_open import open_export
-from dbo_greenlet.trace.export_perfetto import write_perfetto
+from dbo_greenlet.trace.export.chrome import write_chrome
+from dbo_greenlet.trace.export.open_export import open_export
+from dbo_greenlet.trace.export.perfetto import write_perfetto
 from dbo_greenlet.trace.importers import read_profile
 from tests.trace.exported import Shown, from_chrome, from_perfetto
 from tests.trace.profiles import COMBINE, DISPATCH, FLASH, GEMM, ChromeProfile, NsysProfile

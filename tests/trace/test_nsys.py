@@ -10,7 +10,7 @@ import pytest
 
 from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.trace.importers import read_profile
-from dbo_greenlet.trace.overlap_profile import profile_overlap
+from dbo_greenlet.trace.overlap.profile import profile_overlap
 from dbo_greenlet.trace.profile import COPY, GRAPH, KERNEL
 from tests.trace.profiles import COMBINE, DISPATCH, GEMM, NsysProfile
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import bench_overlap
 
 from dbo_greenlet.trace.importers import read_profile
-from dbo_greenlet.trace.overlap_profile import profile_overlap
+from dbo_greenlet.trace.overlap.profile import profile_overlap
 from tests.trace.overlap_reports import own
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dbo_greenlet.trace import intervals
 from dbo_greenlet.trace.idle import idle_time
-from dbo_greenlet.trace.overlap_text import is_reliable
+from dbo_greenlet.trace.overlap.text import is_reliable
 from tests.trace.overlap_reports import report
 from tests.trace.profiles import COMBINE, DISPATCH, GEMM, ChromeProfile
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.trace import intervals
 from dbo_greenlet.trace.kernels import KernelTable
-from dbo_greenlet.trace.overlap import Row, apart
+from dbo_greenlet.trace.overlap.report import Row, apart
 from tests.trace.overlap_reports import report, row
 from tests.trace.profiles import COMBINE, DISPATCH, FLASH, GEMM, ChromeProfile
 

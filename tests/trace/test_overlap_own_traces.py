@@ -10,8 +10,8 @@ import pytest
 
 from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.trace import GpuRecord, RecvRecord, SliceRecord, StepRecord, step_columns
-from dbo_greenlet.trace.overlap import OverlapReport, Row
-from dbo_greenlet.trace.overlap_text import is_reliable
+from dbo_greenlet.trace.overlap.report import OverlapReport, Row
+from dbo_greenlet.trace.overlap.text import is_reliable
 from dbo_greenlet.trace.step_columns import read_columns
 from tests.trace.overlap_reports import hooks, own, row, write
 

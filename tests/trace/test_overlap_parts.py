@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("msgspec", reason="msgspec is not installed")
-from dbo_greenlet.trace import GpuRecord, Record, overlap_trace
-from dbo_greenlet.trace.overlap_text import overlap_json
+from dbo_greenlet.trace import GpuRecord, Record
+from dbo_greenlet.trace.overlap import trace as overlap_trace
+from dbo_greenlet.trace.overlap.text import overlap_json
 from tests.trace.overlap_reports import hooks, own, write
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dbo_greenlet.trace.importers import read_profile
-from dbo_greenlet.trace.overlap_profile import profile_overlap
-from dbo_greenlet.trace.overlap_text import is_reliable
+from dbo_greenlet.trace.overlap.profile import profile_overlap
+from dbo_greenlet.trace.overlap.text import is_reliable
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 GOLDEN = SHARED / "data" / "deepseek_train_1f1b.json.gz"

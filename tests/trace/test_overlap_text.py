@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dbo_greenlet.trace.overlap_text import overlap_json, render_overlap
+from dbo_greenlet.trace.overlap.text import overlap_json, render_overlap
 from tests.trace.overlap_reports import low_latency
 
 

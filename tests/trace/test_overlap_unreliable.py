@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dbo_greenlet.trace.overlap_text import is_reliable
+from dbo_greenlet.trace.overlap.text import is_reliable
 from tests.trace.overlap_reports import low_latency, report
 from tests.trace.profiles import DISPATCH, GEMM, ChromeProfile
 

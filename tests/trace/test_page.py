@@ -14,8 +14,8 @@ from hypothesis import given, settings
 
 from dbo_greenlet.errors import ConfigurationError, TraceFileError
 from dbo_greenlet.trace import HeaderRecord, Record, SliceRecord, StepRecord, TraceWriter, page
-from dbo_greenlet.trace.export_items import Item, Process, Slice, SliceTrack
-from dbo_greenlet.trace.export_open import open_export
+from dbo_greenlet.trace.export.items import Item, Process, Slice, SliceTrack
+from dbo_greenlet.trace.export.open_export import open_export
 from dbo_greenlet.trace.item_stages import STAGES, stage_of
 from dbo_greenlet.trace.op_text import operation_text
 from dbo_greenlet.trace.page import StepWords, page_json, write_page

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_greenlet.errors import SchedulerInternalError
-from dbo_greenlet.trace.path_graph import AT_MOST, IDLE, ONE_OF, Edge, PathGraph
+from dbo_greenlet.trace.critical_path.graph import AT_MOST, IDLE, ONE_OF, Edge, PathGraph
 
 STAGES = ["attention", "dispatch", "experts", ""]
 # A point as drawn: its edges (how many points back, lag, stage), and how much later than they ask it was recorded.

@@ -11,8 +11,8 @@ import pytest
 
 from dbo_greenlet.errors import ConfigurationError
 from dbo_greenlet.trace import HeaderRecord, StepRecord, TraceWriter, read_trace
-from dbo_greenlet.trace.export_items import FlowEnd, Item, Process, Slice, SliceTrack
-from dbo_greenlet.trace.export_open import open_export
+from dbo_greenlet.trace.export.items import FlowEnd, Item, Process, Slice, SliceTrack
+from dbo_greenlet.trace.export.open_export import open_export
 from tests.trace.pages import write_trace
 
 image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")

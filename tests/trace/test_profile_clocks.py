@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("msgspec")
 pytest.importorskip("numpy")
 
-from dbo_greenlet.trace.arrivals import arrivals
+from dbo_greenlet.trace.clocks.arrivals import arrivals
+from dbo_greenlet.trace.clocks.profiles import ProfileClocks, profiles_axis
 from dbo_greenlet.trace.importers import read_profile
 from dbo_greenlet.trace.profile import Profile
-from dbo_greenlet.trace.profile_clocks import ProfileClocks, profiles_axis
 from tests.trace.profiles import COMBINE, DISPATCH, GEMM, LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH, ChromeProfile
 
 REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbo_greenlet.errors import TraceFileError
-from dbo_greenlet.trace.export_items import Item, Process, Slice, SliceTrack
+from dbo_greenlet.trace.export.items import Item, Process, Slice, SliceTrack
 from dbo_greenlet.trace.stream_lanes import LEGEND, gpu_streams, render_streams
 
 

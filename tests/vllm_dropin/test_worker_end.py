@@ -6,6 +6,7 @@ nothing. The worker's loop, its handler of signals and its watch over that pipe 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -50,10 +51,8 @@ class Engine:
         pytest.fail(f"no line {begin!r} within {limit:.0f} s:\n{self.log.read_text(errors='replace')[-3000:]}")
 
     def end(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
 

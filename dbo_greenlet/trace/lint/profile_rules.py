@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from .. import intervals
 from ..kernels import KernelTable
-from ..overlap_profile import profile_overlap
+from ..overlap.profile import profile_overlap
 from ..profile import KERNEL, Profile
 from .checks import Rule
 from .engine import Findings
