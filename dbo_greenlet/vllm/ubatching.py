@@ -270,6 +270,7 @@ _dbo_greenlet_traced = traced
 _dbo_greenlet_note = _stream_note
 _dbo_greenlet_register = _register_recv_hook
 _dbo_greenlet_captured = _captured
+_LENT = {name: value for name, value in globals().items() if name.startswith("_dbo_greenlet")}
 _NUM_UBATCHES = 2
 
 
@@ -375,10 +376,7 @@ def replace() -> None:
     """Put the replacements in. Twice is harmless."""
     if _originals:
         return
-    _HOST_GLOBALS["_dbo_greenlet_traced"] = _dbo_greenlet_traced
-    _HOST_GLOBALS["_dbo_greenlet_note"] = _dbo_greenlet_note
-    _HOST_GLOBALS["_dbo_greenlet_register"] = _dbo_greenlet_register
-    _HOST_GLOBALS["_dbo_greenlet_captured"] = _dbo_greenlet_captured
+    _HOST_GLOBALS.update(_LENT)
     for name, code in CODE.items():
         function = _HOST_GLOBALS[name]
         original = function.__code__
@@ -394,7 +392,7 @@ def restore() -> None:
     for name, code in _originals.items():
         _HOST_GLOBALS[name].__code__ = code
     _originals.clear()
-    for name in ("_dbo_greenlet_traced", "_dbo_greenlet_note", "_dbo_greenlet_register", "_dbo_greenlet_captured"):
+    for name in _LENT:
         _HOST_GLOBALS.pop(name, None)
     _HOST_GLOBALS["current_stream"] = _original_current_stream
     UBatchContext._cpu_yield = _original_cpu_yield  # type: ignore[method-assign]

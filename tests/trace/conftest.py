@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from dbo_greenlet.cli.show import show
+from dbo_greenlet.trace import Trace, read_trace
 from tests.trace.browser import Browser, start
+from tests.trace.pages import write_trace
 
 Moe = tuple[tuple[int, ...], tuple[str, ...]]
 
@@ -31,3 +35,29 @@ def browser() -> Iterator[Browser]:
     found = start()
     yield found
     found.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trace(tmp_path_factory.mktemp("page") / "t.jsonl")
+
+
+@pytest.fixture(scope="module")
+def trace(recorded: Path) -> Trace:
+    return read_trace(recorded)
+
+
+@pytest.fixture(scope="module")
+def page(recorded: Path) -> Path:
+    out = recorded.with_suffix(".html")
+    assert show([recorded], html=out) == 0
+    return out
+
+
+@pytest.fixture
+def opened(browser: Browser, page: Path) -> Iterator[Browser]:
+    """The page as it opens; and it must not have complained by the end of the test."""
+    browser.open(page)
+    yield browser
+    assert browser.complaints() == []
+    assert [url for url in browser.requests() if not url.startswith(("file:", "data:"))] == []

@@ -8,7 +8,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dbo_greenlet.trace import GpuRecord, HeaderRecord, Record, RecvRecord, SliceRecord, StepRecord, TraceWriter
+from dbo_greenlet.trace import (
+    GpuRecord,
+    HeaderRecord,
+    Record,
+    RecvRecord,
+    SliceRecord,
+    StepRecord,
+    StepTrace,
+    Trace,
+    TraceWriter,
+)
 from dbo_greenlet.trace.schema import OpRecord
 
 SITES = [f"layer{layer}.{stage}" for layer in (1, 2, 3) for stage in ("dispatch", "combine")]
@@ -131,3 +141,13 @@ def _cell(column: Any, row: int) -> Any:
     if isinstance(column, list):
         return column[row]
     return column["all"] if "all" in column else column["of"][column["at"][row]]
+
+
+def of_slices(trace: Trace, **wanted: int) -> list[tuple[StepTrace, SliceRecord]]:
+    """The slices whose fields have these values, each with its step."""
+    return [
+        (step, record)
+        for step in trace.steps.values()
+        for record in step.slices
+        if all(getattr(record, key) == value for key, value in wanted.items())
+    ]

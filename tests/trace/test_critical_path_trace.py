@@ -217,7 +217,7 @@ def many(path: Path, count: int) -> Path:
 
 
 def test_of_many_steps_a_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dbo_greenlet.trace.critical_path_trace.MOST_STEPS", 6)
+    monkeypatch.setattr("dbo_greenlet.trace.critical_path.trace.MOST_STEPS", 6)
     report = trace_path(many(tmp_path / "t", 30), percent=(100,))
     assert [step.step for step in report.steps] == [0, 8, 16, 24]
     assert report.notes[0] == "Measured: 4 of 30 steps, of each rank one in 8 (--every 1: all of them)."

@@ -156,7 +156,7 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
 
 def test_it_needs_nothing_but_the_standard_library() -> None:
     code = (
-        "import sys, dbo_greenlet.trace.files, dbo_greenlet.trace.clock_offsets\n"
+        "import sys, dbo_greenlet.trace.files, dbo_greenlet.trace.clocks.offsets\n"
         "print(sorted({'numpy', 'msgspec', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dbo_greenlet.cli.show import show
-from dbo_greenlet.trace import RecvRecord, SliceRecord, StepTrace, Trace, read_trace, render_step
-from dbo_greenlet.trace.notation import parse_site
+from dbo_greenlet.trace import RecvRecord, Trace, render_step
 from tests.trace.browser import Browser
-from tests.trace.pages import write_trace
+from tests.trace.pages import of_slices
 
-GUTTER, AXIS = 168, 24  # of the page
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_trace(tmp_path_factory.mktemp("page") / "t.jsonl")
-
-
-@pytest.fixture(scope="module")
-def trace(recorded: Path) -> Trace:
-    return read_trace(recorded)
-
-
-@pytest.fixture(scope="module")
-def page(recorded: Path) -> Path:
-    out = recorded.with_suffix(".html")
-    assert show([recorded], html=out) == 0
-    return out
-
-
-@pytest.fixture
-def opened(browser: Browser, page: Path) -> Iterator[Browser]:
-    """The page as it opens; and it must not have complained by the end of the test."""
-    browser.open(page)
-    yield browser
-    assert browser.complaints() == []
-    assert [url for url in browser.requests() if not url.startswith(("file:", "data:"))] == []
-
-
-def of_slices(trace: Trace, **wanted: int) -> list[tuple[StepTrace, SliceRecord]]:
-    return [
-        (step, record)
-        for step in trace.steps.values()
-        for record in step.slices
-        if all(getattr(record, key) == value for key, value in wanted.items())
-    ]
+AXIS = 24  # pixels, of the page
 
 
 # -- what it is --------------------------------------------------------------------------------------------------------
@@ -336,71 +298,3 @@ def test_the_list_of_keys(opened: Browser) -> None:
     assert opened.run("return document.getElementById('keys').open") is True
     opened.driver.find_element("css selector", "dialog button").click()
     assert opened.run("return document.getElementById('keys').open") is False
-
-
-# -- searching ---------------------------------------------------------------------------------------------------------
-
-
-def layer(record: SliceRecord) -> int | None:
-    site = parse_site(record.site)
-    return None if site is None else site.layer
-
-
-QUERIES = {
-    "layer 2 microbatch 1 track:microbatch": lambda r: layer(r) == 2 and r.ubatch == 1,
-    "layer:2-3 track:microbatch": lambda r: layer(r) in (2, 3),
-    "ubatch:0 step:1 rank:1 track:microbatch": lambda r: (r.ubatch, r.step, r.rank) == (0, 1, 1),
-    "site:combine track:microbatch": lambda r: "combine" in r.site,
-    'track:microbatch "layer3.dispatch"': lambda r: r.site == "layer3.dispatch",
-    "track:microbatch longer:40us": lambda r: r.end - r.begin >= 40,
-    "track:microbatch shorter:25 step 0-1": lambda r: r.end - r.begin <= 25 and r.step <= 1,
-    "track:microbatch stage:experts run:dbo": lambda r: r.site.endswith("combine"),
-    "track:microbatch slice 6": lambda r: r.slice == 6,
-    "track:microbatch no-such-thing": lambda r: False,
-}
-
-
-@pytest.mark.parametrize("query", QUERIES)
-def test_a_search_finds_what_the_trace_holds(opened: Browser, trace: Trace, query: str) -> None:
-    wanted = sorted((r.step, r.rank, r.ubatch, r.slice) for _, r in of_slices(trace) if QUERIES[query](r))
-    said = opened.search(query)
-    assert said == f"{len(wanted)} found"
-    found = opened.run(
-        """return timeline.search.list.map((n) => { const [track, i] = timeline.trace.locate(n), d = track.details(i);
-        return [d.step, timeline.trace.process.get(track.process).rank, d.microbatch, d.slice]; })"""
-    )
-    assert sorted(map(tuple, found)) == wanted
-
-
-def test_next_and_previous_go_through_the_matches(opened: Browser) -> None:
-    opened.search("layer 2 microbatch 1 rank 0 site:dispatch track:microbatch")
-    numbers = opened.run("return timeline.search.list")
-    assert len(numbers) == 3  # one a step
-    opened.driver.find_element("id", "query").send_keys("\ue007")  # Enter
-    assert (opened.selected(), opened.text("#found")) == (numbers[0], "1 of 3")
-    opened.press_button("next")
-    opened.press_button("next")
-    assert (opened.selected(), opened.text("#found")) == (numbers[2], "3 of 3")
-    begin, end = opened.run("return timeline.trace.span(arguments[0])", numbers[2])
-    assert opened.view()[0] <= begin and end <= opened.view()[1]
-    opened.press_button("next")
-    assert opened.selected() == numbers[0]
-    opened.press_button("previous")
-    assert opened.selected() == numbers[2]
-    assert opened.details()["step"] == "2"
-
-
-def test_what_does_not_match_is_dimmed(opened: Browser) -> None:
-    hit, other = (opened.named(f'step 1 rank 0 track:"microbatch 0" slice:{n}')[0] for n in (2, 3))
-    opened.fit(hit, other)
-
-    def colours() -> list[tuple[int, int, int]]:
-        return [opened.colour(opened.box(n)[2] - 8, opened.box(n)[1] + 6) for n in (hit, other)]
-
-    assert colours() == [opened.css_colour("attention"), opened.css_colour("experts")]
-    opened.search("layer 2 stage:attention")
-    bright, dim = colours()
-    assert bright == opened.css_colour("attention") and dim != opened.css_colour("experts")
-    opened.driver.find_element("id", "query").send_keys("\ue00c")  # Escape
-    opened.painted()
-    assert opened.text("#found") == "" and colours()[1] == opened.css_colour("experts")

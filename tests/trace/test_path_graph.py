@@ -196,7 +196,7 @@ def test_many_scenarios_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     end = graph.point(8.0, [Edge(0, None, "work", "experts")])
     scenarios = [{"experts": number / 16} for number in range(17)]
     whole = graph.shortened(scenarios, end)[0].tolist()
-    monkeypatch.setattr("dbo_greenlet.trace.path_graph._SOLVE_BYTES", 80)
+    monkeypatch.setattr("dbo_greenlet.trace.critical_path.graph._SOLVE_BYTES", 80)
     assert graph.shortened(scenarios, end)[0].tolist() == whole == [8 - number / 2 for number in range(17)]
 
 
