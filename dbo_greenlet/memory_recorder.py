@@ -29,14 +29,14 @@ graph are noted as they are captured; replays have no operations on the host.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from .trace.records import OpRecord
 
 __all__ = ["MemoryRecorder"]
+
+logger = logging.getLogger("dbo_greenlet")
 
 
 class MemoryRecorder:
@@ -96,11 +98,16 @@ class MemoryRecorder:
 
     def after_step(self, step: Step, error: BaseException | None) -> None:
         self._accesses.__exit__(None, None, None)
+        if error is not None:
+            self.program.noting = False  # nothing that comes after it is the step's
 
     # -- what the run asks for -----------------------------------------------------------------------------------------
 
     def records(self, *, step: int, rank: int = 0, run: str = "dbo", origin_ns: int = 0) -> list[OpRecord]:
         """The operations of the step that ran last, with what joined its streams; ends the noting until the next one.
+
+        To be called after each step that succeeded: until then, or until the next step begins, whatever the device is
+        asked for is taken for a part of the step, and kept.
 
         Args:
             step, rank, run: the step.
@@ -121,6 +128,10 @@ class MemoryRecorder:
 class _Accesses(TorchAccesses):
     """What operators touch, with the times at which they began, where memory was made, and what is held."""
 
+    def __init__(self, device: RecordingDevice) -> None:
+        super().__init__(device)
+        self._logged = False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -128,6 +139,23 @@ class _Accesses(TorchAccesses):
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if not self.program.noting:
+            return
+        try:
+            self._note_operator(func, args, kwargs, result)
+        except Exception:
+            # Whatever a kind of tensor that nobody thought of raises when it is asked where it lies: an instrument must
+            # not fail the step. What was noted so far is the step's beginning, and true; with a hole it would not be.
+            self.program.noting = False
+            if not self._logged:
+                self._logged = True
+                logger.warning(
+                    "the operations of this step are recorded up to %s, whose tensors cannot be noted (logged once)",
+                    func,
+                    exc_info=True,
+                )
+
+    def _note_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = func._schema.name.partition("::")[2]
         if name == "record_stream":
             self._note_hold(*args)
@@ -152,6 +180,16 @@ class _Accesses(TorchAccesses):
         return stream
 
 
+class _Moment(NamedTuple):
+    """When a storage went: whether the step's operations were noted then; the rest as in `Freed`."""
+
+    noting: bool
+    position: int
+    microbatch: int | None
+    slice: int | None
+    at: int
+
+
 class _LiveMemory(TensorMemory):
     """Memory of tensors that come and go."""
 
@@ -162,7 +200,7 @@ class _LiveMemory(TensorMemory):
         self._watched: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage -> its reference, number of its memory
         self._made_on: dict[int, str | None] = {}  # memory -> the stream; for memory that can be freed
         self._storages: dict[int, int] = {}  # memory -> how many storages lie there
-        self._gone: deque[tuple[int, int, int | None, int | None, int]] = deque()
+        self._gone: deque[tuple[int, _Moment]] = deque()
         self._freed: list[Freed] = []
 
     def clear(self) -> None:
@@ -191,24 +229,35 @@ class _LiveMemory(TensorMemory):
     def _storage_gone(self, key: int, _: object) -> None:
         # It may come at any time, in the middle of `find` (the garbage collector) and on any thread, so it does no more
         # than to append, and looks at nothing that could be half-way through a change.
+        self._gone.append((key, self._now()))
+
+    def _left(self, key: int, memory: Memory) -> None:
+        del self._watched[key]  # with the reference goes what it would have called
+        self._release(memory.number, self._now())
+
+    def _now(self) -> _Moment:
         it = running.get(get_ident())
         who = (None, None) if it is None else (it.index, it.slice_number)
-        self._gone.append((key, len(self._device.program.operations), *who, self._clock()))
+        program = self._device.program
+        return _Moment(program.noting, len(program.operations), *who, self._clock())
 
     def _settle(self) -> None:
         while self._gone:
-            key, position, microbatch, slice_number, at = self._gone.popleft()
+            key, moment = self._gone.popleft()
             _, number = self._watched.pop(key)
             del self._of_storage[key]
-            self._storages[number] -= 1
-            if self._storages[number]:
-                continue
-            del self._storages[number]
-            memory = self._all.pop(number)
-            for starts in self._starts.values():
-                with suppress(ValueError):
-                    starts.remove((memory.address, number))
-            if number in self._made_on:
+            self._release(number, moment)
+
+    def _release(self, number: int, moment: _Moment) -> None:
+        """A storage is gone from that memory."""
+        self._storages[number] -= 1
+        if self._storages[number]:
+            return
+        del self._storages[number]
+        memory = self._all[number]
+        self._forget(memory)
+        if number in self._made_on:
+            stream = self._made_on.pop(number)
+            if moment.noting:
                 access = Access(memory, True, 0, memory.end - memory.address)
-                stream = self._made_on.pop(number)
-                self._freed.append(Freed(position, access, stream, microbatch, slice_number, at))
+                self._freed.append(Freed(moment.position, access, stream, moment.microbatch, moment.slice, moment.at))

@@ -15,7 +15,7 @@ that runs the runner, and replayed from then on with one launch and no allocatio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -131,6 +131,9 @@ class Runner:
             instruments=tuple(instruments),
         )
         self.scheduler = self._new_scheduler(policy)
+        if self.scheduler.recording is not None and group is not None:
+            # Before any step: what runs first may be a step of somebody else, who does not know it.
+            self.scheduler.recording.rank_is(group.rank, group.world_size)
         self._forward: Callable[[StepInput], Any] = (
             model if kv_cache is None else partial(_forward_with_cache, model.forward, kv_cache)
         )
@@ -235,41 +238,30 @@ class Runner:
             step = pad_step(step, decision.tokens_on(0 if self.group is None else self.group.rank))
         tokens = step.num_padded_tokens
         slices = tuple(split_step(step, decision.num_microbatches)) if decision.split else ()
-        if self.scheduler.recording is not None:
-            self._describe(step, decision, slices)
         if not decision.split:
-            return StepOutput(first_rows(self._forward(step), rows), decision, tokens=tokens)
+            with self._recorded(step, (), decision):
+                output = self._forward(step)
+            return StepOutput(first_rows(output, rows), decision, tokens=tokens)
         if mode == "sequential":
             outputs = [entry() for entry in self._entries(step, slices)]
             return StepOutput(first_rows(merge_outputs(outputs, slices), rows), decision, slices, tokens=tokens)
         scheduler = self.scheduler if policy is None else self._new_scheduler(policy)
         contexts = self._contexts_for_step()
         events = None if self._timeline is None else self._timeline.eager(contexts)
-        output, schedule = self._run_split(step, slices, scheduler, contexts, events)
+        output, schedule = self._run_split(step, slices, scheduler, contexts, events, decision)
         self._compare(schedule)
         return StepOutput(first_rows(output, rows), decision, slices, schedule, timeline=events, tokens=tokens)
 
-    def _describe(self, step: StepInput, decision: Decision, slices: Sequence[UBatchSlice]) -> None:
-        """Tell the recording what the scheduler cannot know of the step."""
-        from .trace.process_trace import StepDetails
+    def _recorded(
+        self, step: StepInput, slices: Sequence[UBatchSlice], decision: Decision | None
+    ) -> AbstractContextManager[None]:
+        """What tells the trace, where there is one, of the step that runs inside; without a decision, of a graph's."""
+        recording = self.scheduler.recording
+        if recording is None:
+            return nullcontext()
+        from .runner_recording import recorded
 
-        recording, group = self.scheduler.recording, self.group
-        if recording is not None:
-            details = StepDetails(
-                rank=0 if group is None else group.rank,
-                world=len(decision.votes),
-                tokens=step.num_tokens,
-                padded=step.num_padded_tokens,
-                split=decision.split,
-                reason=str(decision.reason),
-                votes=[vote.to_row().tolist() for vote in decision.votes],
-                slices=[
-                    [s.token_slice.start, s.token_slice.stop, s.request_slice.start, s.request_slice.stop]
-                    for s in slices
-                ],
-                voted=self.voted,
-            )
-            recording.describe(details)
+        return recorded(recording, step, slices, decision, group=self.group, device=self.device, voted=self.voted)
 
     def _entries(self, step: StepInput, slices: Sequence[UBatchSlice]) -> list[Callable[[], Any]]:
         if step.num_padded_requests > self._buffers.max_requests:
@@ -283,20 +275,20 @@ class Runner:
         scheduler: Scheduler,
         contexts: list[UBatchContext],
         bracket: SliceBracket | None,
+        decision: Decision | None = None,
     ) -> tuple[Any, Schedule]:
         entries = self._entries(step, slices)
-        with nullcontext() if self._all2all is None else self._all2all.reserve_sms():
-            try:
-                result = scheduler.run(entries, contexts, bracket=bracket)
-            except BaseException:
-                # What was unwound has given its tensors back to the compute stream. A capture that CUDA has given up
-                # cannot be told so, and need not.
-                with suppress(RuntimeError):
-                    self._join(contexts)
-                raise
-        self._join(contexts)
-        if self.scheduler.recording is not None:
-            self.scheduler.recording.step_over()
+        with self._recorded(step, slices, decision):
+            with nullcontext() if self._all2all is None else self._all2all.reserve_sms():
+                try:
+                    result = scheduler.run(entries, contexts, bracket=bracket)
+                except BaseException:
+                    # What was unwound has given its tensors back to the compute stream. A capture that CUDA has given
+                    # up cannot be told so, and need not.
+                    with suppress(RuntimeError):
+                        self._join(contexts)
+                    raise
+            self._join(contexts)
         return merge_outputs(result.outputs, slices), result.schedule
 
     def _join(self, contexts: list[UBatchContext]) -> None:

@@ -99,15 +99,15 @@ class StepHooks:
         """
         if not self.instruments:
             return None
-        heard = (getattr(instrument, event, None) for instrument in self.instruments)
-        methods: list[Callable[..., Any]] = [method for method in heard if method is not None]
+        listeners = [each for each in self.instruments if getattr(each, event, None) is not None]
+        methods: list[Callable[..., Any]] = [getattr(each, event) for each in listeners]
         if len(methods) > 1:
             return partial(_tell, methods)
         if not methods:
             return None
         # The usual case, several times in each slice: without a loop.
         only = methods[0]
-        if all(getattr(each, "never_raises", False) for each in self.instruments):
+        if getattr(listeners[0], "never_raises", False):
             return only
 
         def tell(*arguments: Any) -> None:
@@ -115,6 +115,7 @@ class StepHooks:
             try:
                 only(*arguments)
             except Exception:
+                # Whatever the instrument raises is a fault of the instrument's, and logged.
                 _taken_off(only)
                 only = _not_listening
 
@@ -131,6 +132,7 @@ def _tell(methods: list[Any], *arguments: Any) -> None:
         try:
             method(*arguments)
         except Exception:
+            # Whatever the instrument raises is a fault of the instrument's, and logged.
             _taken_off(method)
             methods.remove(method)
 
@@ -248,7 +250,7 @@ class Scheduler:
         step.outer = running.get(thread)
         instruments = self.instruments
         if self.recording is not None:
-            watch = self.recording.watch(contexts, self.policy, self.carrier, timed=bracket is not None)
+            watch = self.recording.watch(count, contexts, self.policy, self.carrier, timed=bracket is not None)
             if watch is not None:
                 instruments = [*instruments, *watch.instruments]
                 bracket = watch.bracket if bracket is None else bracket

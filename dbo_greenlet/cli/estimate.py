@@ -19,7 +19,8 @@ def estimate(
         Path | None,
         typer.Argument(
             metavar="[FILE]",
-            help="Unsplit steps: a trace of ours, or a profile (torch.profiler, Nsight Systems, or imported). Without "
+            help="Unsplit steps: a trace of ours that has their times and requests (dbo-greenlet run; record "
+            "cannot time unsplit steps of vLLM), or a profile (torch.profiler, Nsight Systems, or imported). Without "
             "one: from shapes alone.",
         ),
     ] = None,
@@ -27,7 +28,7 @@ def estimate(
         str | None,
         typer.Option(
             help="A preset (deepseek-v2-lite, deepseek-v3, qwen3-moe, qwen3-235b-a22b), a config.json or its folder, "
-            "or a TOML file. Default: what the trace ran, else deepseek-v3.",
+            "or a TOML file. Default: what the trace ran, else deepseek-v3; a profile needs it.",
             rich_help_panel=_STEPS,
         ),
     ] = None,
@@ -49,13 +50,25 @@ def estimate(
     ] = None,
     all2all: Annotated[
         str | None,
-        typer.Option(help="deepep_ll (default), deepep_ht, or stream (NCCL).", rich_help_panel=_MACHINE),
+        typer.Option(
+            help="deepep_ll, deepep_ht, or stream (NCCL); default: what FILE ran with, else deepep_ll.",
+            rich_help_panel=_MACHINE,
+        ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Expert-parallel ranks; default 16.", rich_help_panel=_MACHINE)
+        int | None,
+        typer.Option(min=1, help="Expert-parallel ranks; default: the trace's, else 16.", rich_help_panel=_MACHINE),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="By its name; default H200.", rich_help_panel=_MACHINE)] = None,
-    link: Annotated[str | None, typer.Option(help="nvlink, rdma (default) or pcie.", rich_help_panel=_MACHINE)] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="By its name; default: the trace's, else H200.", rich_help_panel=_MACHINE)
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="nvlink, rdma or pcie; default nvlink for a trace of 8 ranks or fewer, else rdma.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
     gbs: Annotated[
         float | None, typer.Option(help="GB/s that a rank sends, instead of the link's.", rich_help_panel=_MACHINE)
     ] = None,
@@ -97,7 +110,8 @@ def estimate(
         ),
     ] = None,
     host_ms: Annotated[
-        float | None, typer.Option(help="What the host took to launch that step.", rich_help_panel=_MEASURED)
+        float | None,
+        typer.Option(help="What the host took to launch that step; needs --unsplit.", rich_help_panel=_MEASURED),
     ] = None,
     outside_ms: Annotated[
         float | None, typer.Option(help="What a step takes beside the model.", rich_help_panel=_MEASURED)
@@ -110,11 +124,16 @@ def estimate(
         Path | None, typer.Option(metavar="TOML", help="Names of kernels in the profile.", rich_help_panel=_MEASURED)
     ] = None,
     execution: Annotated[str, typer.Option(help="eager, graph or both.")] = "both",
-    microbatches: Annotated[str, typer.Option(metavar="N,N", help="How many to try.")] = "2,3,4",
+    microbatches: Annotated[str, typer.Option(metavar="N,N", help="How many to try, from 2 to 4.")] = "2,3,4",
     policy: Annotated[list[str] | None, typer.Option(help="Orders to try; may be given several times.")] = None,
     most: Annotated[int | None, typer.Option("--max-tokens", min=2, help="Look for a threshold up to there.")] = None,
     margin: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Gains and losses within it are not called any; default 0.1.")
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Gains and losses within it are not called any; default 0.1. It is no bound of the error.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, times in microseconds.")] = False,
 ) -> int:

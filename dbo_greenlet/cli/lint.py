@@ -51,16 +51,16 @@ def lint(
 ) -> int:
     """Look for mistakes in streams, events, hooks and splitting that cost overlap, or the right answer.
 
-    Exit code 1: something was found. A rule that could not look says what it lacks.
+    A rule that could not look says what it lacks. Exit code 1: something was found; 2: no rule could look at a file.
 
     Example: dbo-greenlet lint trace.jsonl --ignore no-overlap
     """
     from ..errors import ConfigurationError
     from ..trace.lint.rules import choose_rules
-    from ..trace.lint.text import render_report, render_rules, report_json
+    from ..trace.lint.text import render_report, render_rules, report_json, rules_json
 
     if rules:
-        print(render_rules(width=width))
+        print(json.dumps(rules_json(), indent=2) if as_json else render_rules(width=width))
         return 0
     if not files:
         raise ConfigurationError("name a trace or a profile to look at, or use --rules to see the rules")
@@ -70,7 +70,10 @@ def lint(
         print(json.dumps({"reports": [report_json(each) for each in reports]}, indent=2))
     else:
         print("\n\n\n".join(render_report(each, width=width) for each in reports))
-    return 1 if any(each.findings for each in reports) else 0
+    if any(each.findings for each in reports):
+        return 1
+    # What a pipeline gates on must not pass because nobody looked.
+    return 2 if any(each.not_checked and not each.checked for each in reports) else 0
 
 
 def _reports(

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["overlap"]
 
+_APART = (
+    "These files share no collective, as those of one run do, so each is measured by itself, on a clock of its own."
+)
+
 
 def overlap(
     files: Annotated[
@@ -40,7 +44,8 @@ def overlap(
     """Measure how much communication compute hides, by stage, layer, microbatch and rank, and why there was no compute.
 
     Several files of one run are put on one axis by the collectives that they share, which tells what in a communication
-    is waiting for a late rank. Exit code 1: the answer is not reliable, and the report says why.
+    is waiting for a late rank. Exit code 1: of some file neither what is hidden by kernels nor in flight is reliable,
+    and the report says why.
 
     Example: dbo-greenlet overlap rank0.pt.trace.json.gz
     """
@@ -83,9 +88,11 @@ def overlap(
         if len(reports) > 1:
             texts.append(render_summary(reports))
         for axis, collectives, notes in axes:
-            # Files that share nothing need not be of one run, and then there is nothing to say.
             if collectives:
                 texts.append("\n".join([render_arrivals(axis, collectives), *(f"note: {note}" for note in notes)]))
+            else:
+                # Files that share nothing need not be of one run.
+                texts.append("\n".join(f"note: {note}" for note in [*notes, _APART]))
         print("\n\n\n".join(texts))
     return 0 if all(is_reliable(report) for report in reports) else 1
 

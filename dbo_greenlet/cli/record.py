@@ -24,7 +24,7 @@ def record(
         typer.Option(
             "-o",
             "--output",
-            help="A folder, new or empty; or a file that ends in .jsonl or .jsonl.gz, for all processes together.",
+            help="A folder, new or empty; or a new file that ends in .jsonl or .jsonl.gz, for all processes together.",
             show_default="dbo-trace-DATE-TIME",
         ),
     ] = None,

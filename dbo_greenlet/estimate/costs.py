@@ -21,11 +21,11 @@ import math
 from dataclasses import dataclass
 
 from ..errors import ConfigurationError
-from .engines import Engine
+from .engines import FITTED_MEMORY, Engine
 from .gpus import Gpu, Link
 from .models import ModelShape
 
-__all__ = ["ALL2ALLS", "Communication", "StageTimes", "Workload", "stage_times"]
+__all__ = ["ALL2ALLS", "Communication", "StageTimes", "Workload", "padding_us", "stage_times"]
 
 ALL2ALLS = ("deepep_ll", "deepep_ht", "stream")
 _ACTIVATION = 2  # bytes, bfloat16
@@ -175,8 +175,9 @@ def stage_times(
     groups = touched * shape.experts / communication.ranks
     experts.product(groups * expert, rows, width, engine.grouped_bandwidth, engine.grouped_flops, groups)
     experts.moved(_ACTIVATION * rows * (8 * shape.inner + 2 * hidden), engine.activation_bandwidth)
-    experts.us += engine.padded_us
-    experts.weights += engine.padded_us
+    padded = padding_us(shape, gpu, engine)
+    experts.us += padded
+    experts.weights += padded
     unpack.kernels(engine.kernels[3])
     if communication.kind == "stream":  # DeepEP's kernels gather and weigh the rows themselves
         attention.moved(_ACTIVATION * rows * 2 * hidden, engine.activation_bandwidth)
@@ -203,16 +204,30 @@ def stage_times(
     )
 
 
+def padding_us(shape: ModelShape, gpu: Gpu, engine: Engine) -> float:
+    """What a layer's work on padding takes, microseconds.
+
+    By the rows that are padded and what is read and written of each: experts x (hidden + 8 inner), the ranks cancelling
+    out. Measured for one model only; the growth is what the buffers' sizes say.
+    """
+    if not engine.padded_for:
+        return engine.padded_us
+    larger = shape.experts * (shape.hidden + 8 * shape.inner) / engine.padded_for
+    return engine.padded_us * larger * FITTED_MEMORY / gpu.memory
+
+
 def _attend(stage: _Sum, shape: ModelShape, work: Workload, tokens: int) -> None:
     """The attention itself, without its projections."""
     seen = work.context / 2 if work.prefill else work.context
+    # Of this microbatch: a prompt that is cut has the keys of its first part read by both.
+    prompts = max(1.0, tokens / max(work.context, 1))
     element = shape.cache_bytes
     if work.prefill or work.shared_context:
         widths = 2 * shape.head_dim if shape.kv_heads else shape.nope_dim + shape.rope_dim + shape.value_dim
         heads = shape.kv_heads or shape.heads
         if work.shared_context and not shape.kv_heads:
             widths = 2 * shape.value_dim  # expanded keys and values, the rotated part left out
-        read = heads * work.context * widths * work.requests if work.prefill else heads * work.context * widths
+        read = heads * work.context * widths * prompts if work.prefill else heads * work.context * widths
         flops = 2 * tokens * seen * shape.heads * widths
     elif shape.kv_heads:
         read = tokens * seen * 2 * shape.kv_heads * shape.head_dim

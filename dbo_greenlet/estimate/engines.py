@@ -12,7 +12,9 @@ from typing import Any
 
 from ..errors import ConfigurationError
 
-__all__ = ["CARRIERS", "ENGINES", "Carrier", "Engine", "engine_named"]
+__all__ = ["CARRIERS", "ENGINES", "FITTED_MEMORY", "Carrier", "Engine", "engine_named"]
+
+FITTED_MEMORY = 4.8  # TB/s of the H200, which all calibrations are of
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Engine:
         event_us: what the GPU takes for each edge between streams.
         kernels: kernels of (attention, shared expert, experts, combine) in a layer.
         padded_us: of each layer with experts and each microbatch, however few tokens: work on padding.
+        padded_for: experts x (hidden + 8 inner) of the model that `padded_us` was fitted to; with another one it grows
+            with that product, and with a slower memory than `FITTED_MEMORY`. 0: it does not depend on the model.
+        fitted_to: the model and the ranks of that fit, where others are an extrapolation; "" where nothing is.
         calls: launches by the host in (attention, dispatch, experts, combine, shared expert) of a layer.
         call_us: what one takes the host.
         outside_us, outside_us_per_request: what a step takes beside the model (scheduling, logits, sampling), once.
@@ -79,6 +84,8 @@ class Engine:
     event_us: float = 2.5
     kernels: tuple[float, float, float, float] = (9, 4, 5, 2)
     padded_us: float = 0.0
+    padded_for: float = 0.0
+    fitted_to: tuple[str, int] = ("", 0)
     calls: tuple[float, float, float, float, float] = (9, 1, 5, 2, 4)
     call_us: float = 16.0
     outside_us: float = 0.0
@@ -117,6 +124,7 @@ ENGINES = {
             **_VLLM,
         ),
         # Batched experts: every expert's rows are padded to the largest batch, and the activations work on all of them.
+        # A rank has experts / ranks of these, each with room for the rows of all ranks: the ranks cancel out.
         Engine(
             "vllm-ll",
             "unsplit steps of vLLM 0.26 with triton experts on two H200s: full graphs of 8 layers with 8, 64 and 256 "
@@ -124,6 +132,8 @@ ENGINES = {
             grouped_flops=0.03,
             padded_rows=0.0,
             padded_us=475.0,
+            padded_for=64 * (2048 + 8 * 1408),
+            fitted_to=("deepseek-v2-lite", 2),
             calls=(30, 22, 18, 20, 10),
             **_VLLM,
         ),
@@ -134,6 +144,7 @@ ENGINES = {
             grouped_flops=0.2,
             padded_rows=64.0,
             padded_us=300.0,
+            fitted_to=("qwen3-30b-a3b", 2),
             calls=(30, 40, 18, 25, 10),
             **_VLLM,
         ),

@@ -16,16 +16,18 @@ from ..trace.launches import Launches, find_launches
 from ..trace.profile import GRAPH, Profile
 from .measured import UnsplitStep
 
-__all__ = ["unsplit_of_profile"]
+__all__ = ["all2all_of_profile", "unsplit_of_profile"]
 
 Bools = npt.NDArray[np.bool_]
 
 _QUICK = 0.1
+# What a kernel's name has in it -> the all-to-all; the first that fits.
+_ALL2ALLS = {"internode_ll": "deepep_ll", "deep_ep": "deepep_ht", "nccl": "stream"}
 _STAGES = ("attention", "experts", "shared")
 
 
 def unsplit_of_profile(
-    profile: Profile, tokens: int, table: KernelTable | None = None
+    profile: Profile, tokens: int, table: KernelTable | None = None, layers: int | None = None
 ) -> tuple[UnsplitStep, list[str]]:
     """The measurement, and notes on how it was made.
 
@@ -33,6 +35,8 @@ def unsplit_of_profile(
         profile: of unsplit steps.
         tokens: of a rank in each of these steps; a profile does not say.
         table: names of kernels.
+        layers: with experts, of the model; with them it is known how many steps the profile holds, and, if these are
+            two or more, how long one takes.
 
     Raises:
         TraceFileError: it holds microbatches, whole graphs, or no dispatch by which to count layers; names the file.
@@ -64,7 +68,7 @@ def unsplit_of_profile(
         "compute": float(us[found.compute].sum()) / passed,
     }
     named = {stage: float(us[of(stage, found.compute)].sum()) / passed for stage in _STAGES}
-    notes.append(f"{passed:.0f} layers in the profile, by its dispatches.")
+    notes.append(_layers(passed, layers))
     if sum(named.values()) > 0.9 * stages["compute"] and all(named[stage] for stage in ("attention", "experts")):
         stages |= {stage: value for stage, value in named.items() if value}
     else:
@@ -75,7 +79,42 @@ def unsplit_of_profile(
             f"The host takes {host:.0f} us to launch a layer while it is profiled, which slows it down; better give a "
             f"step that was timed without a profiler, too (--unsplit {tokens}=MS)."
         )
-    return UnsplitStep(tokens, layer_host=host, stages=stages), notes
+    step = _step(profile, dispatches, passed, layers)
+    return UnsplitStep(tokens, step, layer_host=host, stages=stages), notes
+
+
+def _layers(passed: float, layers: int | None) -> str:
+    """How much was profiled. Passes through a layer are of several steps, and of several ranks."""
+    said = f"{passed:g} passes through a layer in the profile, by its dispatches"
+    if layers is None:
+        return f"{said}."
+    if passed % layers:
+        return f"{said}, which is no whole number of steps of {layers} layers with experts; is it of that model?"
+    return f"{said}: {passed / layers:g} of {layers} layers with experts."
+
+
+def _step(profile: Profile, dispatches: Bools, passed: float, layers: int | None) -> float | None:
+    """From the first kernel to the last one, by the number of steps; None where that is not known, or 1.
+
+    Of one step nothing says what lies before its first kernel; of several, the gaps between them do.
+    """
+    ranks = np.unique(profile.activities.rank[dispatches])
+    if not layers or passed % (layers * len(ranks)) or passed < 2 * layers * len(ranks):
+        return None
+    windows = []
+    for rank in ranks:
+        mine = profile.activities.rank == rank
+        windows.append(float(profile.activities.end[mine].max() - profile.activities.begin[mine].min()))
+    return float(np.median(windows)) / (passed / (layers * len(ranks)))
+
+
+def all2all_of_profile(profile: Profile) -> str | None:
+    """What carried its messages, by the names of its kernels; None where they say nothing."""
+    names = [profile.names[int(number)] for number in np.unique(profile.activities.name)]
+    for part, kind in _ALL2ALLS.items():
+        if any(part in name.lower() for name in names):
+            return kind
+    return None
 
 
 def _refuse(profile: Profile, found: Attribution) -> None:

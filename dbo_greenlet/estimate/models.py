@@ -57,10 +57,15 @@ class ModelShape:
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name == "name":
+                if not isinstance(value, str):
+                    raise ConfigurationError(f"a model's name is {value!r}; use a text")
                 continue
-            if type(value) not in (int, float) or not least.get(each.name, 0) <= value < 1e9:
+            if each.name in ("weight_bytes", "cache_bytes"):
+                if type(value) not in (int, float) or not 0 < value <= 8:
+                    raise ConfigurationError(f"{self.name}: {each.name}={value!r}; use a number above 0, up to 8")
+            elif type(value) is not int or not least.get(each.name, 0) <= value < 1e9:
                 raise ConfigurationError(
-                    f"{self.name}: {each.name}={value!r}; use a number from {least.get(each.name, 0)}"
+                    f"{self.name}: {each.name}={value!r}; use a whole number from {least.get(each.name, 0)}"
                 )
         if self.top_k > self.experts or self.dense_layers >= self.layers:
             raise ConfigurationError(

@@ -220,19 +220,26 @@ def estimate(setup: Setup, counts: Sequence[int] = COUNTS, policies: Sequence[st
     receives would be outstanding in (a phase offset with more than two microbatches): DeepEP refuses it.
 
     Raises:
-        ConfigurationError: nothing is left to split.
+        ConfigurationError: nothing is left to split; says what was left out.
     """
     unsplit = run_option(setup, 1, "")
     options = []
+    outstanding = False
     for count in counts:
         if not 2 <= count <= setup.work.tokens:
             continue
         for policy in policies:
             if setup.communication.kind == "deepep_ll" and count > 2 and policy.startswith("phase_offset"):
+                outstanding = True
                 continue
             option = run_option(setup, count, policy)
             gain = unsplit.step / option.step
             options.append(replace(option, gain=gain, slow_gain=gain))
+    if not options and outstanding:
+        raise ConfigurationError(
+            f"{', '.join(map(str, counts))} microbatches with {', '.join(policies)} over deepep_ll: more than two "
+            "receives would be outstanding, which DeepEP refuses; use two microbatches or round_robin"
+        )
     if not options:
         raise ConfigurationError(
             f"nothing to split: {setup.work.tokens} tokens into {', '.join(map(str, counts))} microbatches; "

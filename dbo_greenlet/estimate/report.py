@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError, TraceFileError
-from ..policies.names import policy_from_text
 from ..trace.files import expand, is_trace
-from .from_trace import SplitStep, TracedSteps, carried, read_steps
-from .measured import UnsplitStep, readings
+from .from_trace import SplitStep, TracedSteps, read_steps
+from .judged import Judged, further_off, judge, judged_lines, lost
+from .measured import UnsplitStep, misfits, readings
 from .predict import COUNTS, POLICIES, SPLIT, Estimate, Setup, estimate
 from .setup import make_setup, read_values
 from .text import estimate_json, render_estimate, render_setup, render_threshold, threshold_json
@@ -22,8 +22,7 @@ __all__ = ["Question", "Report", "answer"]
 
 _DEFAULT_TOKENS = 128
 _DEFAULT_MODEL = "deepseek-v3"
-
-
+_MOSTLY = 0.5
 _DEFAULTS: dict[str, Any] = {"all2all": "deepep_ll", "ranks": 16, "link": "rdma", "context": 2048}
 
 
@@ -47,23 +46,10 @@ class Question:
     kernels: Path | None = None
     most: int | None = None
 
-    def all_values(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
+        """Without defaults."""
         from_file = {} if self.values_file is None else read_values(self.values_file)
-        return {**_DEFAULTS, **from_file, **self.values}
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A split step that was measured, beside what was predicted for it. Times in microseconds."""
-
-    step: SplitStep
-    predicted: float
-    unsplit: float | None
-    predicted_gain: float
-
-    @property
-    def gain(self) -> float | None:
-        return None if self.unsplit is None else self.unsplit / self.step.step
+        return {**from_file, **self.values}
 
 
 @dataclass(frozen=True)
@@ -79,6 +65,11 @@ class Section:
     def estimate(self) -> Estimate:
         return next(iter(self.readings.values()))
 
+    @property
+    def recommends(self) -> bool:
+        """A split that was measured and lost is not recommended, whatever was predicted."""
+        return self.estimate.verdict == SPLIT and not lost(self.judged, self.estimate)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -87,7 +78,7 @@ class Report:
 
     @property
     def recommends(self) -> bool:
-        return any(section.estimate.verdict == SPLIT for section in self.sections)
+        return any(section.recommends for section in self.sections)
 
     def text(self) -> str:
         parts = [render_setup(self.sections[0].estimate.setup)]
@@ -101,7 +92,8 @@ class Report:
                 lines += [f"If {name}, the gain is {found.best.gain:.2f}." for name, found in others]
                 parts.append(" ".join(lines))
             if section.judged:
-                parts.append("\n".join(_judged_lines(section.judged)))
+                off = further_off(section.judged, section.estimate.setup.margin)
+                parts.append("\n".join([*judged_lines(section.judged), *off]))
             parts += section.notes
         return "\n\n".join([*parts, *self.skipped])
 
@@ -129,6 +121,7 @@ class Report:
                     "threshold": threshold_json(section.threshold),
                     "otherwise": others,
                     "split_steps": judged,
+                    "recommended": section.recommends,
                     "notes": section.notes,
                 }
             )
@@ -141,6 +134,8 @@ def answer(question: Question) -> Report:
     Raises:
         ConfigurationError, TraceFileError: something in the question is wrong; one sentence that names it.
     """
+    if question.host_ms is not None and not question.unsplit:
+        raise ConfigurationError("--host-ms is of a step given by --unsplit TOKENS=MS, and there is none")
     if question.execution not in ("eager", "graph", "both"):
         raise ConfigurationError(f"--execution {question.execution}; use eager, graph or both")
     counts, policies = _numbers(question.microbatches), question.policies or POLICIES
@@ -162,7 +157,7 @@ def answer(question: Question) -> Report:
 
 def _section(question: Question, graph: bool, counts: list[int], policies: Iterable[str]) -> Section:
     notes: list[str] = []
-    values = question.all_values()
+    values = question.given()
     traced: TracedSteps | None = None
     profile: Any = None
     if question.file is not None:
@@ -173,13 +168,20 @@ def _section(question: Question, graph: bool, counts: list[int], policies: Itera
         else:
             from ..trace.importers import read_profile
 
+            for name, what in (("tokens", "how many tokens a step has"), ("model", "which model it is of")):
+                if name not in values:
+                    raise ConfigurationError(f"{question.file} is a profile, which says not {what}: --{name}")
+            from .from_profile import all2all_of_profile
+
             profile = read_profile(files[0])
+            if "all2all" not in values and (kind := all2all_of_profile(profile)) is not None:
+                values["all2all"] = kind
             if len(files) > 1:
                 notes.append(f"Of {question.file} only {files[0].name} was read.")
-            if "tokens" not in values:
-                raise ConfigurationError(
-                    f"{question.file} is a profile, which says not how many tokens a step has: --tokens"
-                )
+    if traced is not None:
+        notes += [*traced.notes(), *_contradicted(traced, values)]
+        values = {**traced.machine, **values}
+    values = {**_DEFAULTS, **values}
     values.setdefault("model", (traced.model if traced else "") or _DEFAULT_MODEL)
     values.setdefault("tokens", traced.unsplit[-1].tokens if traced else _DEFAULT_TOKENS)
     setup = make_setup({**values, "graph": graph})
@@ -196,7 +198,11 @@ def _section(question: Question, graph: bool, counts: list[int], policies: Itera
         from .from_profile import unsplit_of_profile
 
         table = KernelTable(question.kernels)
-        step, said = unsplit_of_profile(profile, setup.work.tokens, table)
+        step, said = unsplit_of_profile(profile, setup.work.tokens, table, setup.shape.moe_layers)
+        if question.unsplit:
+            step = replace(step, step=None)  # one that was timed without a profiler says more
+        elif step.step is not None:
+            said.append(f"A step of the profile takes {step.step / 1e3:.1f} ms, by when its kernels ran; that is met.")
         steps, notes = [*steps, step], notes + said
     found = {
         name: estimate(reading, counts, tuple(policies))
@@ -205,58 +211,48 @@ def _section(question: Question, graph: bool, counts: list[int], policies: Itera
     # The least favourable explanation counts.
     found = dict(sorted(found.items(), key=lambda item: item[1].best.gain))
     chosen = next(iter(found.values())).setup
+    if steps:
+        notes += misfits(chosen, steps)
+    notes += _beside(next(iter(found.values())), timed=any(step.step for step in steps))
     split = traced.split if traced else []
     if question.split is not None:
         split = _split_steps(question.split, setup)
     # Another carrier is another question: --carrier asks it.
     mine = [step for step in split if step.carrier == setup.carrier.name]
-    judged = [_judge(chosen, step, traced.unsplit if traced else []) for step in mine if _is_named(step.policy)]
-    notes += _not_judged([step for step in mine if not _is_named(step.policy)])
-    return Section(found, threshold(chosen, question.most), judged, notes)
+    judged, said = judge(chosen, mine, [step for step in steps if step.step])
+    return Section(found, threshold(chosen, question.most), judged, notes + said)
+
+
+def _contradicted(traced: TracedSteps, given: Mapping[str, Any]) -> list[str]:
+    """Where an option says another thing than the trace: the option counts, and that is said."""
+    told = {name: value for name, value in traced.machine.items() if name in ("ranks", "all2all", "gpu")}
+    notes = [
+        f"The trace ran with {name} {value}; the estimate is of {given[name]}, corrected by steps of the former."
+        for name, value in told.items()
+        if name in given and str(given[name]).lower() != str(value).lower()
+    ]
+    if traced.processor and "gpu" not in traced.machine and "gpu" not in given:
+        notes.append(f"The trace ran on {traced.processor}, no GPU of the table; the estimate is of another one.")
+    return notes
+
+
+def _beside(found: Estimate, timed: bool) -> list[str]:
+    """A step most of which is nothing that is split is not told much about."""
+    outside = found.setup.outside
+    if outside <= _MOSTLY * found.unsplit.step:
+        return []
+    corrected = "the calibration" if not timed else "the calibration, the step's length aside"
+    return [
+        f"{outside / 1e3:.1f} of the {found.unsplit.step / 1e3:.1f} ms lie beside the model by {corrected}, and are "
+        "taken to last as long when it is split; where they do not, the gain is another one, so this estimate is "
+        "unreliable. --outside-ms says what they are."
+    ]
 
 
 def _split_steps(path: Path, setup: Setup) -> list[SplitStep]:
     if not path.is_dir() and not is_trace(path):
         raise TraceFileError(f"{path}: no trace of ours; --split takes one, with the same kind of steps split")
-    split = read_steps(path, prefill=setup.work.prefill, graph=setup.graph, need_unsplit=False).split
-    if not split:
-        raise TraceFileError(f"{path}: no split step of the kind that is estimated")
-    return split
-
-
-def _is_named(policy: str) -> bool:
-    try:
-        policy_from_text(policy)
-    except ConfigurationError:
-        return False
-    return True
-
-
-def _not_judged(steps: list[SplitStep]) -> list[str]:
-    if not steps:
-        return []
-    count, orders = sum(step.rounds for step in steps), ", ".join(sorted({step.policy for step in steps}))
-    return [
-        f"{count} split step{'s' if count > 1 else ''} of the trace ran in an order that cannot be run again: {orders}."
-    ]
-
-
-def _judge(setup: Setup, step: SplitStep, unsplit: list[UnsplitStep]) -> Judged:
-    found = estimate(carried(setup, step), (step.count,), (step.policy,))
-    near = [each.step for each in unsplit if each.step and 0.8 < each.tokens / step.tokens < 1.25]
-    return Judged(step, found.best.step, near[0] if near else None, found.best.gain)
-
-
-def _judged_lines(judged: list[Judged]) -> Iterable[str]:
-    yield "Against the split steps that were measured:"
-    for each in judged:
-        step = each.step
-        gain = "" if each.gain is None else f"; gain {each.gain:.2f}, predicted {each.predicted_gain:.2f}"
-        yield (
-            f"  {step.rounds} of {step.tokens} tokens, {step.count} microbatches, {step.policy}, {step.carrier}: "
-            f"{step.step / 1e3:.1f} ms, predicted {each.predicted / 1e3:.1f} ms "
-            f"({100 * (each.predicted / step.step - 1):+.0f} %){gain}"
-        )
+    return read_steps(path, prefill=setup.work.prefill, graph=setup.graph, need_unsplit=False).split
 
 
 def _unsplit(text: str, host_ms: float | None) -> UnsplitStep:
@@ -272,6 +268,6 @@ def _numbers(text: str) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or min(counts) < 1 or max(counts) > max(COUNTS):
-        raise ConfigurationError(f"--microbatches {text}; use numbers from 1 to {max(COUNTS)}, as 2,3")
+    if not counts or min(counts) < min(COUNTS) or max(counts) > max(COUNTS):
+        raise ConfigurationError(f"--microbatches {text}; use numbers from {min(COUNTS)} to {max(COUNTS)}, as 2,3")
     return counts

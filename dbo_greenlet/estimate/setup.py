@@ -13,6 +13,7 @@ from .engines import CARRIERS, Engine, engine_named
 from .gpus import Gpu, gpu_named, link_named
 from .models import ModelShape, read_model, toml_of
 from .predict import Setup
+from .values import check_engine, check_gpu, check_values
 
 __all__ = ["make_setup", "read_values"]
 
@@ -40,6 +41,7 @@ def make_setup(values: Mapping[str, Any]) -> Setup:
         model, tokens = rest.pop("model"), rest.pop("tokens")
     except KeyError as missing:
         raise ConfigurationError(f"an estimate needs {missing.args[0]}") from None
+    check_values(values)
     shape = _shape(model, rest.pop("shape", {}), rest.pop("layers", None))
     kind = rest.pop("all2all", "deepep_ll")
     usual = "deepgemm" if shape.weight_bytes < 2 else _ENGINES.get(kind, "torch")
@@ -48,15 +50,15 @@ def make_setup(values: Mapping[str, Any]) -> Setup:
     if carrier is None:
         raise ConfigurationError(f"no carrier {values['carrier']!r}; use one of {', '.join(CARRIERS)}")
     if rest.get("handoff_us") is not None:
-        carrier = replace(carrier, handoff_us=_not_below_0("handoff_us", rest["handoff_us"]))
+        carrier = replace(carrier, handoff_us=float(rest["handoff_us"]))
     rest.pop("handoff_us", None)
     name = rest.pop("link", "nvlink")
     ranks = rest.pop("ranks", 2)
     link = link_named(_LOW_LATENCY_LINKS.get(name, name) if kind == "deepep_ll" else name).between(ranks)
     if (gbs := rest.pop("gbs", None)) is not None:
-        link = replace(link, gbs=_not_below_0("gbs", gbs), source="given")
+        link = replace(link, gbs=float(gbs), source="given")
     if (latency := rest.pop("latency_us", None)) is not None:
-        link = replace(link, latency_us=_not_below_0("latency_us", latency), source="given")
+        link = replace(link, latency_us=float(latency), source="given")
     if link.gbs == 0:
         raise ConfigurationError("a link of 0 GB/s carries nothing")
     communication = Communication(
@@ -70,6 +72,10 @@ def make_setup(values: Mapping[str, Any]) -> Setup:
     )
     work = Workload(tokens, rest.pop("context", 1024), rest.pop("prefill", False), rest.pop("shared_context", False))
     gpu = _gpu(rest.pop("gpu", "H200"))
+    if communication.sms >= gpu.sms:
+        raise ConfigurationError(
+            f"sms is {communication.sms}: a {gpu.name} has {gpu.sms} multiprocessors, and compute needs some of them"
+        )
     graph, margin = rest.pop("graph", False), rest.pop("margin", 0.1)
     if rest:
         raise ConfigurationError(f"an estimate knows no {', '.join(sorted(rest))}")
@@ -99,10 +105,13 @@ def _engine(name: str, rest: dict[str, Any]) -> Engine:
     """The engine with what `rest` has of it, which is taken out."""
     changes: dict[str, Any] = dict(rest.pop("calibration", {}))
     if (call := rest.pop("call_us", None)) is not None:
-        changes["call_us"] = _not_below_0("call_us", call)
+        changes["call_us"] = float(call)
     if (outside := rest.pop("outside_ms", None)) is not None:
-        changes |= {"outside_us": 1e3 * _not_below_0("outside_ms", outside), "outside_us_per_request": 0.0}
+        changes |= {"outside_us": 1e3 * outside, "outside_us_per_request": 0.0}
     _refuse_unknown("a calibration", changes, Engine)
+    check_engine(changes)
+    if "padded_us" in changes:
+        changes.setdefault("padded_for", 0.0)  # given for this model
     changes = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
     return replace(engine_named(name), **changes)
 
@@ -114,9 +123,7 @@ def _gpu(given: str | Mapping[str, Any]) -> Gpu:
     missing = [each.name for each in fields(Gpu) if each.name not in given and each.name != "source"]
     if missing:
         raise ConfigurationError(f"a GPU needs {', '.join(missing)}")
-    for name in ("bf16", "fp8", "memory", "sms"):
-        if not 0 < given[name] < 1e6:
-            raise ConfigurationError(f"a GPU with {name}={given[name]!r}; use a number above 0")
+    check_gpu(given)
     return Gpu(**{"source": "given", **given})
 
 
@@ -124,9 +131,3 @@ def _refuse_unknown(what: str, changes: Mapping[str, Any], kind: type[Any]) -> N
     unknown = set(changes) - {each.name for each in fields(kind)}
     if unknown:
         raise ConfigurationError(f"{what} has no {', '.join(sorted(unknown))}")
-
-
-def _not_below_0(name: str, value: float) -> float:
-    if not 0 <= value < 1e12:
-        raise ConfigurationError(f"{name} is {value!r}; use 0 or more")
-    return float(value)

@@ -28,8 +28,15 @@ def render_setup(setup: Setup) -> str:
         f"{shape.name}: {shape.moe_layers} layers with {shape.experts} experts (top {shape.top_k})"
         f"{f', {shape.dense_layers} without' if shape.dense_layers else ''}; {work.tokens} tokens a rank, {what}\n"
         f"{communication.ranks} ranks, {setup.gpu.name}; {communication.kind} over {link.name}, {link.gbs:.3g} GB/s, "
-        f"{link.latency_us:g} us; calibrated as {setup.engine.name!r}"
+        f"{link.latency_us:g} us; calibrated as {setup.engine.name!r}{_fitted(setup)}"
     )
+
+
+def _fitted(setup: Setup) -> str:
+    model, ranks = setup.engine.fitted_to
+    if not model or (setup.shape.name == model and setup.communication.ranks == ranks):
+        return ""
+    return f" (on {model} with {ranks} ranks: an extrapolation)"
 
 
 def render_estimate(found: Estimate) -> str:
@@ -53,14 +60,14 @@ def _row(option: Option) -> str:
 def verdict_sentence(found: Estimate) -> str:
     best, margin = found.best, found.setup.margin
     percent = 100 * (best.gain - 1)
-    gain = f"{percent:+.0f} % (gain {best.gain:.2f}, give or take {margin:.2f})"
+    gain = f"{percent:+.0f} % (gain {best.gain:.2f}; within {margin:.2f} of 1 none is called)"
     return _VERDICTS[found.verdict].format(count=best.count, policy=best.policy, gain=gain)
 
 
 def render_threshold(found: Threshold) -> str:
     """One line, with the option for vLLM."""
     if found.tokens is not None:
-        return f"{found.flag} {found.tokens}   (splitting is recommended from there to {found.most} tokens a rank)"
+        return f"{found.flag} {found.tokens}   (at every number tried from there to {found.most} tokens a rank)"
     if found.until is not None:
         return (
             f"{found.flag}: no value is right: splitting pays at {found.until} tokens a rank and not at {found.most}, "

@@ -22,8 +22,8 @@ class Threshold:
     """What was found.
 
     Attributes:
-        tokens: a rank's tokens from which every larger number of them is recommended to be split, up to `most`; None:
-            there is none.
+        tokens: a rank's tokens from which splitting is recommended at every number that was tried, up to `most` (powers
+            of two below `most`, and those around `tokens` itself; between them nobody looked); None: there is none.
         most: the largest number that was tried.
         until: where splitting pays in between and not at `most`: the largest number at which it does; None elsewhere.
         flag: vLLM's option.

@@ -233,6 +233,11 @@ def _why_not_comparable(then: HeaderRecord, message: Lines) -> str:
 
 
 def _settings(trace: Trace) -> Settings:
+    if "program" in trace.header.settings:
+        raise TraceFileError(
+            f"{trace.path}: of a process that was recorded (`dbo-greenlet record`, or a server), which keeps no "
+            "prompts, so there is nothing to replay it from; `dbo-greenlet run --trace` writes what can be replayed"
+        )
     try:
         settings = Settings.from_json(trace.header.settings)
     except TraceFileError as error:

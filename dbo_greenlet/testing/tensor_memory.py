@@ -7,13 +7,14 @@ to its last.
 
 Storages that were met are kept alive as long as this is: memory that was freed and given out again is another buffer at
 the same address, and accesses to the two must not be taken for a collision. It costs the memory of everything that the
-recorded step made. Not followed: a storage that is resized moves.
+recorded step made. A storage that is resized lies elsewhere: from then on it is another buffer.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -64,18 +65,38 @@ class TensorMemory:
             address = storage.data_ptr()
         except (NotImplementedError, RuntimeError):
             return None  # sparse tensors, fake ones and subclasses that hold others have none to point to
+        key = storage._cdata
+        end = address + storage.nbytes()
+        memory = known = self._of_storage.get(key)
+        if known is not None and address != known.address and not known.address < address < known.end:
+            del self._of_storage[key]
+            self._left(key, known)
+            memory = None
         if not address:
             return None
-        key = storage._cdata
-        memory = self._of_storage.get(key)
         if memory is None:
-            memory = self._of_storage[key] = self._place(tensor, address, address + storage.nbytes(), maker)
+            memory = self._of_storage[key] = self._place(tensor, address, end, maker if known is None else "resize_")
+            if known is not None:
+                memory.written = known.written  # what was there came along
+                maker = "resize_"
             self._met(key, storage, memory, tensor, maker)
+        else:
+            memory.end = max(memory.end, end)  # resized where it lay
         return memory
 
     def _met(self, key: int, storage: Any, memory: Memory, tensor: Tensor, maker: str) -> None:
         """A storage is met for the first time, through `tensor`."""
         self._kept[key] = storage
+
+    def _left(self, key: int, memory: Memory) -> None:
+        """A storage was resized and lies elsewhere now; its memory may be given out again."""
+        self._forget(memory)
+
+    def _forget(self, memory: Memory) -> None:
+        del self._all[memory.number]
+        for starts in self._starts.values():
+            with suppress(ValueError):
+                starts.remove((memory.address, memory.number))
 
     def _place(self, tensor: Tensor, address: int, end: int, maker: str) -> Memory:
         starts = self._starts.setdefault(tensor.device, [])

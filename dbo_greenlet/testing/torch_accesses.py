@@ -140,6 +140,8 @@ class TorchAccesses(TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = func._schema.name.partition("::")[2]
+        if name == "resize_":
+            self.memory.find(args[0])  # it may lie elsewhere now
         if name in EMPTY or name in _METADATA:
             return
         plan = _plan(func, name)

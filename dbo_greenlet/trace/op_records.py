@@ -96,8 +96,10 @@ def op_records(
 def _of(operation: Operation, program: StreamProgram) -> int:
     """The operation that this one waits for, by its number in the program; -1 for none that is in it."""
     if operation.kind == "receive" and (transfer := operation.transfer) is not None:
-        # One of an earlier step has a number in that step's program.
-        return transfer.sent if program.operations[transfer.sent].transfer is transfer else -1
+        # One of an earlier step has a number in that step's program: here it is another operation's, this receive's own
+        # perhaps, or nobody's.
+        sends = program.operations[transfer.sent : transfer.sent + 1]
+        return transfer.sent if sends and sends[0].kind == "send" and sends[0].transfer is transfer else -1
     return -1 if operation.of is None else operation.of
 
 

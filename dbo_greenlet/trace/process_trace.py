@@ -4,11 +4,12 @@
     dbo-greenlet record -o traces/ -- python program.py            # the same, and says what it got
 
 A scheduler looks at the environment once, where it is made; one that finds nothing there keeps nothing of this. What a
-scheduler cannot know of a step (the vote, the tokens, the requests) a runner tells with `describe`; of a program that
-has a scheduler only, these stay empty. Steps that were replayed from a graph run no slices and are not recorded.
+scheduler cannot know of a step (the vote, the tokens, the requests) a runner tells with `describe`, and of steps that
+it runs without one with `unsplit`; of a program that has a scheduler only, these stay empty. Steps that were replayed
+from a graph run no slices and are not recorded, nor is the warm-up before a capture, which is nobody's step.
 
 Each process has a file of its own, `dbo-rank0-4711.jsonl`, begun with its first step, so that a process that makes a
-scheduler and runs none leaves none. Ranks are found out, not asked for: what the runner tells, else torch.distributed
+scheduler and runs none leaves none. Ranks are found out, not asked for: what a runner tells, else torch.distributed
 where it is initialised, else RANK and WORLD_SIZE (torchrun). In the long run a file is bounded as a server's is
 (`rolling`); `dbo-greenlet record` wants all of it and gets files that end where the bound is.
 
@@ -22,9 +23,13 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.util import Finalize
 from threading import Lock, get_ident, local
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 from .. import record_notes
@@ -39,6 +44,8 @@ from .whole_file import WholeFile
 __all__ = ["ProcessTrace", "StepDetails", "end_process_trace", "process_trace"]
 
 logger = logging.getLogger("dbo_greenlet")
+
+_NOT_RECORDED = object()
 
 
 class _File(Protocol):
@@ -71,12 +78,13 @@ class ProcessTrace:
         self._recorders = [StepRecorder()]
         self.origin_ns = self._recorders[0].origin_ns
         self._lock = Lock()
-        self._told = local()  # the details of the step that this thread runs next
-        self._seen = {True: 0, False: 0}  # steps that were split and not
+        self._told = local()  # `step`: the details of the step that this thread runs next, or `_NOT_RECORDED`
+        self._seen: Counter[Any] = Counter()  # kinds of steps -> how many there were
         self._steps = 0
         self._written = -1  # the highest number
         self._file: _File | None = None
         self._rank = 0
+        self._rank_and_world: tuple[int, int] | None = None  # as a runner told them
         self._error: str | None = None
         self._timelines: dict[Any, Any] = {}
         self._waiting: dict[int, RecordedStep] = {}  # by thread: has run, and is not over
@@ -84,40 +92,86 @@ class ProcessTrace:
 
     # -- what runners and schedulers call ------------------------------------------------------------------------------
 
-    def describe(self, details: StepDetails) -> None:
-        """Tell what the step is that this thread runs next, or that it runs it unsplit, without the scheduler."""
+    def rank_is(self, rank: int, world: int) -> None:
+        """Tell the rank of this process before its first step."""
         mine = self._of_this_process()
         if mine is not None:
-            mine.guarded(lambda: mine._describe(details))
+            mine._rank_and_world = rank, world
 
-    def _describe(self, details: StepDetails) -> None:
-        self.step_over()
-        number, due = self._next(details.split)
-        if details.split:
-            self._told.step = (number, due, details)
-        elif due:
-            record = StepRecord(number, 0, "dbo", details.tokens, details.padded, False, details.reason)
+    @contextmanager
+    def describe(self, details: StepDetails | None) -> Iterator[None]:
+        """Tell what the step is that the scheduler runs inside, on this thread; the step is over when the block is.
+
+        Args:
+            details: None: it is nobody's step, and not to be recorded.
+        """
+        mine = self._of_this_process()
+        if mine is None:
+            yield
+            return
+        mine._step_over()
+        mine._told.step = _NOT_RECORDED if details is None else details
+        try:
+            yield
+        finally:
+            mine._told.step = None  # where the scheduler never came to it, it is not the next one's
+            mine._step_over()
+
+    @contextmanager
+    def unsplit(self, details: StepDetails, *, timed: bool) -> Iterator[None]:
+        """Record the step that runs inside, unsplit and without the scheduler.
+
+        Args:
+            timed: whether the host is done with it no earlier than the device.
+        """
+        begin = perf_counter_ns()
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            span = (begin, perf_counter_ns()) if timed else None
+            mine = self._of_this_process()
+            if mine is not None:
+                mine.guarded(partial(mine._write_unsplit, details, span, error))
+            error = None  # or it would hold itself, and the model's frames, by its traceback
+
+    def _write_unsplit(self, details: StepDetails, span: tuple[int, int] | None, error: BaseException | None) -> None:
+        number, due = self._next("unsplit")
+        if due or error is not None:
+            begin, end = (None, None) if span is None else (self.since(span[0]), self.since(span[1]))
+            why = None if error is None else f"{type(error).__name__}: {error}"
+            record = StepRecord(number, 0, "dbo", 0, 0, False, "", begin=begin, end=end, error=why, execution="eager")
             self.write_step(described(record, details, self.since), lambda number, rank: b"", details)
 
-    def watch(self, contexts: Sequence[Any] | None, policy: Any, carrier: str, *, timed: bool) -> RecordedStep | None:
+    def watch(
+        self, count: int, contexts: Sequence[Any] | None, policy: Any, carrier: str, *, timed: bool
+    ) -> RecordedStep | None:
         """The instrument for the step that this thread begins now; None where it is not to be recorded.
 
         Args:
+            count: number of microbatches.
             contexts, policy, carrier: of the step, as `Scheduler` has them.
             timed: whether the step has a bracket already.
         """
         mine = self._of_this_process()
         if mine is not self:
-            return None if mine is None else mine.watch(contexts, policy, carrier, timed=timed)
-        self.step_over()
-        told, self._told.step = getattr(self._told, "step", None), None
-        number, due, details = told or (*self._next(True), None)
+            return None if mine is None else mine.watch(count, contexts, policy, carrier, timed=timed)
+        self._step_over()
+        details, self._told.step = getattr(self._told, "step", None), None
+        if details is _NOT_RECORDED:
+            return None
+        if details is not None and len(details.slices) != count:
+            details = None  # of a step that something else came before
+        captured = details is not None and details.captured
+        number, due = self._next("captured" if captured else "split" if count > 1 else "unsplit")
         if not due or self.problem is not None:
             return None
-        return RecordedStep(self, number, details, contexts or (), policy, carrier, timed)
+        return RecordedStep(self, number, count, details, contexts or (), policy, carrier, timed)
 
-    def step_over(self) -> None:
-        """The step that this thread described and ran is complete, with what its runner does after it."""
+    def _step_over(self) -> None:
         with self._lock:
             step = self._waiting.pop(get_ident(), None)
         if step is not None:
@@ -149,12 +203,12 @@ class ProcessTrace:
         """Itself; in a forked child, which has its parent's schedulers, the child's own."""
         return self if os.getpid() == self._process else process_trace()
 
-    def _next(self, split: bool) -> tuple[int, bool]:
+    def _next(self, kind: str) -> tuple[int, bool]:
         """The number of the step that begins, and whether it is recorded."""
         with self._lock:
             number, self._steps = self._steps, self._steps + 1
-            seen = self._seen[split]
-            self._seen[split] += 1
+            seen = self._seen[kind]
+            self._seen[kind] += 1
         return number, seen % self.settings.every == 0
 
     # -- what a recorded step asks for ---------------------------------------------------------------------------------
@@ -215,7 +269,9 @@ class ProcessTrace:
                 self.give_up(file.problem)
 
     def _open(self, details: StepDetails | None) -> bool:
-        rank, world = (details.rank, details.world) if details is not None else _rank_and_world()
+        rank, world = self._rank_and_world or _found_rank_and_world()
+        if details is not None and details.rank is not None and details.world is not None:
+            rank, world = details.rank, details.world
         self._rank = rank
         header = make_header(
             rank=rank,
@@ -292,7 +348,7 @@ def end_process_trace(error: BaseException | None = None) -> None:
         _process_trace.close(None if error is None else f"{type(error).__name__}: {error}")
 
 
-def _rank_and_world() -> tuple[int, int]:
+def _found_rank_and_world() -> tuple[int, int]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -304,8 +360,11 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 def _uncaught() -> str | None:
-    """The error that ends the program, which the interpreter keeps once it has printed it."""
-    error = getattr(sys, "last_value", None)
+    """The error that ends the program, which the interpreter keeps once it has printed it.
+
+    In a prompt or a notebook it is one that somebody saw and went on from.
+    """
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     return None if error is None else f"{type(error).__name__}: {error}"
 
 

@@ -61,7 +61,7 @@ class RecordOutput:
         environment: the program's whole environment.
 
     Raises:
-        ConfigurationError: the folder holds a recording already, or cannot be made or written.
+        ConfigurationError: the folder or the file holds a recording already, or cannot be made or written.
     """
 
     def __init__(self, output: Path | None, *, every: int, gpu: bool, megabytes: float) -> None:
@@ -91,6 +91,8 @@ class RecordOutput:
             parent = self.output.parent
             if not parent.is_dir():
                 raise ConfigurationError(f"--output {self.output}: there is no folder {parent}")
+            if self.output.is_file() and self.output.stat().st_size:
+                raise ConfigurationError(f"--output {self.output} is there already; name another file, or remove it")
             return Path(tempfile.mkdtemp(prefix=f"{self.output.name}.", dir=parent))
         if self.output.exists() and not self.output.is_dir():
             raise ConfigurationError(

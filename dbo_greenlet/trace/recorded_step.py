@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..step import Step
     from .process_trace import ProcessTrace
 
-__all__ = ["RecordedStep", "StepDetails", "described"]
+__all__ = ["RecordedStep", "StepDetails", "described", "goes_into_a_graph"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class StepDetails:
     """What a runner knows of a step, and a scheduler does not. Attributes as in `StepRecord`, and:
 
     Attributes:
+        rank, world: this rank and the number of ranks; None where the runner has no group.
+        slices: of a step that is not split the one of the whole batch.
         voted: nanoseconds (`time.perf_counter_ns`) around the vote; None where there was none.
-        world: number of ranks.
+        captured: whether the step goes into a graph: such steps are counted apart.
     """
 
-    rank: int
-    world: int
+    rank: int | None
+    world: int | None
     tokens: int
     padded: int
     split: bool
@@ -37,6 +39,7 @@ class StepDetails:
     votes: list[Any]
     slices: list[list[int]]
     voted: tuple[int, int] | None
+    captured: bool = False
 
 
 def described(record: StepRecord, details: StepDetails, since: Callable[[int], float]) -> StepRecord:
@@ -72,6 +75,7 @@ class RecordedStep:
         self,
         trace: ProcessTrace,
         number: int,
+        count: int,
         details: StepDetails | None,
         contexts: Sequence[Any],
         policy: Any,
@@ -83,6 +87,7 @@ class RecordedStep:
         self.bracket: Any = None
         self._trace = trace
         self._number = number
+        self._count = count
         self._details = details
         self._policy = policy
         self._run_name = "dbo" if carrier == "greenlet" else carrier
@@ -97,7 +102,7 @@ class RecordedStep:
         if device is None or any(getattr(each, "device", None) is not device for each in contexts):
             return
         self._devices = [(each, each.device) for each in contexts]
-        self._in_graph = _captured(device)
+        self._in_graph = goes_into_a_graph(device)
         timeline = None if timed or self._in_graph else self._trace.timeline(getattr(device, "plain", device))
         if timeline is not None:
             self.bracket = timeline.eager(contexts)
@@ -126,7 +131,7 @@ class RecordedStep:
         trace, recorder, details, schedule = self._trace, self._recorder, self._details, self._schedule
         policy, seed = text_and_seed(self._policy)
         record = StepRecord(
-            self._number, 0, self._run_name, 0, 0, True, "",
+            self._number, 0, self._run_name, 0, 0, self._count > 1, "",
             begin=recorder.begin, end=recorder.end, error=recorder.error, policy=policy, seed=seed,
             execution="captured" if self._in_graph else "eager",
         )  # fmt: skip
@@ -147,8 +152,8 @@ class RecordedStep:
         return lines
 
 
-def _captured(device: Any) -> bool:
-    """Whether the step goes into a graph and runs nothing now."""
+def goes_into_a_graph(device: Any) -> bool:
+    """Whether what is enqueued on the device now is being captured, and runs later."""
     if (capturing := getattr(device, "capturing", None)) is not None:
         return bool(capturing())
     torch = sys.modules.get("torch")

@@ -102,7 +102,8 @@ class StepRecord:
         tokens, padded: tokens of the batch, without and with padding.
         votes: the ranks' votes, in rank order, as JSON values.
         split, reason: whether it ran as microbatches, and why (not).
-        slices: one [first token, end token, first request, end request] per microbatch.
+        slices: one [first token, end token, first request, end request] per microbatch; of a step that was not split
+            none, or the one of the whole batch.
         schedule, hash, yields: `Schedule.encode()`, `Schedule.hash` and the number of yields of each microbatch; "" and
             [] where nothing was split.
         output: checksum of the merged output.

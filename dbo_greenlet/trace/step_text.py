@@ -143,7 +143,8 @@ def _what_is_missing(step: StepTrace) -> list[str]:
 def _heading(step: StepTrace) -> str:
     text = f"step {step.step}, rank {step.rank}, run {step.run}"
     if step.record is not None:
-        text += f": {step.record.tokens} tokens"
+        # Of a bare Scheduler nobody says how many.
+        text += f": {step.record.tokens} tokens" if step.record.tokens else ": tokens not known"
     if step.slices or step.gpu:
         text += f"{',' if step.record is not None else ':'} {step.count} microbatches, {len(step.decisions)} slices"
     if step.record is not None and step.record.hash:

@@ -198,7 +198,10 @@ class ServerTrace:
 
     @_never_raises
     def unsplit_step(self, decision: StepDecision) -> None:
-        """Count a step that was not split, and write the first and every n-th of them, with the reason."""
+        """Count a step that was not split, and write the first and every n-th of them, with the reason.
+
+        Its record has no times: the decision comes before the step runs, and when it is done only the device knows.
+        """
         number, self._unsplit = self._unsplit, self._unsplit + 1
         step = self._count()
         if self._trace is None or number % self._every:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from dbo_greenlet.trace import HeaderRecord, SliceRecord, StepRecord, TraceWriter, read_trace
+from dbo_greenlet.trace.export.model import ExportModel
 from tests.cli.loaded import output_and_loaded
 from tests.job.command import dbo_greenlet, in_process, one_sentence
 from tests.trace.exported import Shown, expected, from_chrome, from_perfetto
@@ -136,6 +139,27 @@ def test_export_of_two_ranks_states_how_they_lie_on_one_axis(tmp_path: Path) -> 
     assert axis in in_process(*words).stdout
     said = json.loads(in_process(*words, "--json").stdout)
     assert said["offsets_us"] == {"0": 0.0, "1": 2.5} and said["axis"][0].startswith(axis)
+
+
+def test_export_of_a_file_whose_second_header_is_further_down(tmp_path: Path) -> None:
+    """As `record -o FILE` joins the files of the ranks. Of a pipe nobody can look further down before it comes."""
+    file, pipe = tmp_path / "t", tmp_path / "pipe"
+    with TraceWriter(file) as writer:
+        for rank, origin in ((1, 7_500), (0, 5_000)):
+            writer.write(HeaderRecord("0.1.0", rank, 2, origin_ns=origin))
+            for step in range(3):
+                writer.write(SliceRecord(step, rank, "dbo", 0, 0, "", 0.0, 1.0))
+                writer.write(StepRecord(step, rank, "dbo", 8, 8, True, "split-decode", begin=0.0, end=2.0))
+    axis = "The ranks lie on one axis by the clock of their host"
+    done = in_process("export", file, "--format", "chrome", "-o", tmp_path / "out", "--json")
+    said = json.loads(done.stdout)
+    assert said["offsets_us"] == {"0": 0.0, "1": 2.5} and said["axis"][0].startswith(axis)
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cp", str(file), str(pipe)]) as writing:
+        model = ExportModel(pipe)
+        list(model)
+        assert writing.wait(20) == 0
+    assert model.offsets == {0: -2.5, 1: 0.0} and model.axis_text()[0].startswith(axis)
 
 
 def test_a_folder_is_the_latest_trace_in_it(tmp_path: Path) -> None:

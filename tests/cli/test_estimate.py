@@ -107,7 +107,7 @@ def test_a_trace_with_unsplit_and_split_steps(tmp_path: Path) -> None:
     done = in_process("estimate", file, *LITE, "--execution", "eager")
     assert (done.returncode, done.stderr) == (1, "")
     assert "1 of 64 tokens, 2 microbatches, round_robin, greenlets: 29.0 ms, predicted" in done.stdout
-    assert "gain 0.52, predicted 0.5" in done.stdout
+    assert "gain 0.52 (unsplit 15.0 ms), predicted 0.5" in done.stdout
     both = in_process("estimate", file, *LITE)
     assert f"Not estimated as a graph: {file}: no unsplit decode step" in both.stdout
 
@@ -118,7 +118,9 @@ def test_a_trace_with_unsplit_and_split_steps(tmp_path: Path) -> None:
         (["--model", "gpt-5"], "no model 'gpt-5'; use a file (config.json, TOML) or one of"),
         (["--gpu", "V100"], "no GPU 'V100' in the table"),
         (["--policy", "fastest"], "policy is 'fastest'; use one of round_robin"),
-        (["--microbatches", "9"], "--microbatches 9; use numbers from 1 to 4"),
+        (["--microbatches", "9"], "--microbatches 9; use numbers from 2 to 4"),
+        (["--microbatches", "1"], "--microbatches 1; use numbers from 2 to 4"),
+        (["--host-ms", "5"], "--host-ms is of a step given by --unsplit TOKENS=MS, and there is none"),
         (["--unsplit", "64:12"], "--unsplit 64:12; use TOKENS=MILLISECONDS"),
         (["--unsplit", "64=-3"], "an unsplit step of 64 tokens in -3000.0 us"),
         (["--execution", "fast"], "--execution fast; use eager, graph or both"),

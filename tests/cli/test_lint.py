@@ -94,13 +94,27 @@ def test_profiles(tmp_path: Path) -> None:
     file = made.write(tmp_path / "p.json")
     done = in_process("lint", "--json", file, file)
     assert (done.returncode, ids(done.stdout)) == (1, ["comm-on-compute", "no-overlap"] * 2)
-    assert in_process("lint", "--ignore", "comm-on-compute,no-overlap", file).returncode == 0
+    done = in_process("lint", "--ignore", "comm-on-compute,no-overlap", file)
+    # Nobody looked, which must not pass for nothing found.
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "Nothing could be checked: no rule has what it needs.\n" in done.stdout
+
+
+def test_a_profile_of_which_nothing_is_known_does_not_pass(tmp_path: Path) -> None:
+    made = ChromeProfile()
+    made.kernel(FLASH, 10, 20, launch=1)
+    made.kernel(DISPATCH, 20, 30, launch=2)
+    done = in_process("lint", made.write(tmp_path / "p.json"))
+    assert done.returncode == 2 and "Nothing could be checked" in done.stdout
 
 
 def test_the_rules_are_listed_without_a_file() -> None:
     done = in_process("lint", "--rules")
     assert (done.returncode, done.stderr) == (0, "")
     assert all(f"{rule.id} ({rule.severity})\n" in done.stdout for rule in RULES)
+    listed = json.loads(in_process("lint", "--rules", "--json").stdout)["rules"]
+    assert [each["id"] for each in listed] == [rule.id for rule in RULES]
+    assert set(listed[0]) == {"id", "severity", "why", "remedy", "origin", "not_on_profiles"}
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def test_a_summary_of_several_files(tmp_path: Path) -> None:
     unknown.kernel(GEMM, 10, 20)
     done = in_process("overlap", profile(tmp_path / "a.json"), unknown.write(tmp_path / "b.json"))
     assert done.returncode == 1
-    head, first, second = done.stdout.splitlines()[-3:]
+    summary, _ = done.stdout.split("\n\n\n")[-2:]
+    head, first, second = summary.splitlines()
     assert head.split() == ["all,", "in", "ms", "communication", "exposed", "hidden", "window"]
     assert first.split() == [str(tmp_path / "a.json"), "by", "kernels", "0.020", "0.010", "50.00", "%", "0.030"]
     assert second.split() == [str(tmp_path / "b.json"), "unreliable"]

@@ -7,7 +7,9 @@ import pytest
 
 from dbo_greenlet import Scheduler, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from dbo_greenlet.errors import MicrobatchFailed
+from dbo_greenlet.greenlet_carrier import CarrierPool
 from dbo_greenlet.microbatch import make_ubatch_contexts
+from dbo_greenlet.scheduler import StepHooks
 from dbo_greenlet.yields import dbo_get_previous_event
 
 CARRIERS = ["greenlet", "thread"]
@@ -133,6 +135,23 @@ def test_one_that_never_raises_is_called_all_the_same(carrier: str, alone: bool)
     Scheduler(carrier=carrier, instruments=[sure] if alone else [other, sure]).run([first, second])
     Scheduler(carrier=carrier, instruments=[plain]).run([first, second])
     assert sure.log == plain.log and other.log == ([] if alone else plain.log)
+
+
+def test_one_that_never_raises_is_not_guarded_for_the_sake_of_others() -> None:
+    """The guard is a call more in each slice; it is needed where somebody listens who may raise, and not elsewhere."""
+
+    class Sure(Everything):
+        never_raises = True
+
+    class AfterTheStep:
+        def after_step(self, step: Any, error: BaseException | None) -> None:
+            pass
+
+    sure = Sure()
+    hooks = StepHooks([sure, AfterTheStep()], CarrierPool())
+    assert hooks.before_slice == sure.before_slice and hooks.after_slice == sure.after_slice
+    assert StepHooks([Everything(), AfterTheStep()], CarrierPool()).before_slice != sure.before_slice
+    assert hooks.teller("after_step") is not None
 
 
 def test_one_that_listens_to_nothing_is_fine() -> None:

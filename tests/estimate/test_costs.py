@@ -25,6 +25,7 @@ from dbo_greenlet.estimate import (
     read_model,
     stage_times,
 )
+from dbo_greenlet.estimate.costs import padding_us
 from dbo_greenlet.estimate.gpus import gpu_named, link_named
 
 # A machine on which everything is one round number: 1 FLOP and 1 byte a microsecond, all of it reached.
@@ -114,6 +115,31 @@ def test_decode_reads_every_context_and_a_shared_one_once() -> None:
     assert attention(4, 1000, True) - attention(4, 0, True) == pytest.approx(one)
 
 
+def test_a_microbatch_of_prompts_reads_the_keys_of_its_own() -> None:
+    read_only = replace(PLAIN, dense_flops=1e30, attention_flops=1e30)
+
+    def attention(tokens: int, prompt: int) -> float:
+        work = Workload(8000, prompt, prefill=True)
+        none = replace(work, context=0)
+        times = [stage_times(TINY, UNIT, read_only, ALONE, each, tokens).attention for each in (work, none)]
+        return times[0] - times[1]
+
+    # Eight prompts are cut between two of them; one is cut in two, and both halves have all of its keys to read.
+    assert 2 * attention(4000, 1000) == pytest.approx(attention(8000, 1000))
+    assert attention(4000, 8000) == pytest.approx(attention(8000, 8000))
+
+
+def test_padding_grows_with_the_model_and_not_with_the_ranks() -> None:
+    engine, gpu = ENGINES["vllm-ll"], GPUS["H200"]
+    assert padding_us(PRESETS["deepseek-v2-lite"], gpu, engine) == pytest.approx(engine.padded_us)
+    twice = replace(PRESETS["deepseek-v2-lite"], experts=128)
+    assert padding_us(twice, gpu, engine) == pytest.approx(2 * engine.padded_us)
+    assert padding_us(twice, replace(gpu, memory=2.4), engine) == pytest.approx(4 * engine.padded_us)
+    assert padding_us(twice, gpu, replace(engine, padded_for=0.0)) == engine.padded_us
+    given = make_setup({"model": "qwen3-moe", "tokens": 8, "calibration": {"padded_us": 100}})
+    assert padding_us(given.shape, given.gpu, given.engine) == 100
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "copies"),
     [
@@ -174,9 +200,9 @@ def test_a_model_from_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "wrong"),
     [
-        ({"tokens": 0}, "0 tokens"),
+        ({"tokens": 0}, "tokens is 0; use a whole number from 1"),
         ({"model": "gpt-5"}, "no model 'gpt-5'"),
-        ({"ranks": 0}, "0 ranks"),
+        ({"ranks": 0}, "ranks is 0; use a whole number from 1"),
         ({"all2all": "pigeon"}, "no all-to-all 'pigeon'"),
         ({"link": "string"}, "no link 'string'"),
         ({"gbs": 0}, "carries nothing"),
@@ -188,6 +214,32 @@ def test_a_model_from_toml(tmp_path: Path) -> None:
         ({"calibration": {"legs": 4}}, "a calibration has no legs"),
         ({"gpu": {"name": "mine"}}, "a GPU needs bf16, fp8, memory, sms"),
         ({"layers": 1}, "1 of 1 layers dense"),
+        ({"tokens": "x"}, "tokens is 'x'; use a whole number"),
+        ({"tokens": True}, "tokens is True"),
+        ({"ranks": 2.5}, "ranks is 2.5; use a whole number"),
+        ({"gbs": float("nan")}, "gbs is nan; use a number"),
+        ({"dispatch_bytes": -1}, "dispatch_bytes is -1"),
+        ({"margin": 2.0}, "margin is 2.0; use a number from 0 to 1"),
+        ({"all2all": "deepep_ht", "sms": 500}, "sms is 500: a H200 has 132 multiprocessors"),
+        ({"carrier": 3}, "carrier is 3; use a name"),
+        ({"prefill": "yes"}, "prefill is 'yes'; use true or false"),
+        ({"shape": "a"}, "shape is 'a'; use a table"),
+        ({"shape": {"layers": 2.5}}, "layers=2.5; use a whole number"),
+        ({"shape": {"weight_bytes": 0}}, "weight_bytes=0; use a number above 0"),
+        ({"calibration": 3}, "calibration is 3; use a table"),
+        ({"calibration": {"dense_flops": 0}}, "dense_flops is 0; use a number from 0.0001 to 1"),
+        ({"calibration": {"kernels": [1, 2]}}, "kernels is .1, 2.; use 4 numbers"),
+        ({"calibration": {"kernels": 3}}, "kernels is 3; use 4 numbers"),
+        ({"calibration": {"call_us": -5}}, "call_us is -5"),
+        ({"calibration": {"outside_us": "a"}}, "outside_us is 'a'"),
+        ({"calibration": {"shared_first": 1}}, "shared_first is 1; use true or false"),
+        ({"calibration": {"fitted_to": "x"}}, "a calibration has no fitted_to"),
+        ({"calibration": {"source": 1}}, "source is 1; use a text"),
+        ({"model": 3}, "model is 3; use a name or a file"),
+        ({"shape": {"name": 3}}, "a model's name is 3"),
+        ({"gpu": 3}, "gpu is 3; use a name, or a table"),
+        ({"gpu": {"name": "x", "bf16": "a", "fp8": 1, "memory": 1, "sms": 1}}, "a GPU's bf16 is 'a'"),
+        ({"gpu": {"name": "x", "bf16": 1, "fp8": 1, "memory": 0, "sms": 1}}, "a GPU's memory is 0"),
         ({"all2all": "deepep_ht", "graph": True}, "cannot be captured"),
     ],
 )

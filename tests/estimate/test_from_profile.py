@@ -10,7 +10,7 @@ pytest.importorskip("numpy")
 pytest.importorskip("msgspec")
 
 from dbo_greenlet.errors import ConfigurationError, TraceFileError
-from dbo_greenlet.estimate.from_profile import unsplit_of_profile
+from dbo_greenlet.estimate.from_profile import all2all_of_profile, unsplit_of_profile
 from dbo_greenlet.estimate.predict import step_costs
 from dbo_greenlet.estimate.report import Question, answer
 from dbo_greenlet.trace.importers import read_profile
@@ -61,7 +61,7 @@ def test_stages_of_a_layer(tmp_path: Path, apart: bool) -> None:
     }  # fmt: skip
     # Between the launches of two dispatches.
     assert (step.tokens, step.step, step.layer_host) == (64, None, 1000)
-    assert notes[0] == "6 layers in the profile, by its dispatches."
+    assert notes[0] == "6 passes through a layer in the profile, by its dispatches."
     assert notes[1].startswith("The host takes 1000 us to launch a layer while it is profiled")
 
 
@@ -113,12 +113,12 @@ def test_messages_without_a_stage_are_taken_in_turn(tmp_path: Path) -> None:
     step, notes = unsplit_of_profile(read_profile(made.write(tmp_path / "p.json")), 64)
     assert step.stages == {"dispatch": 70, "combine": 90, "compute": 630}
     assert notes[0].startswith("Its messages have no stage by their names")
-    assert notes[1].startswith("5 layers")
+    assert notes[1].startswith("5 passes through a layer")
 
 
 def test_the_estimate_has_the_stages_of_the_profile(tmp_path: Path) -> None:
     file = low_latency(6).write(tmp_path / "p.json.gz")
-    report = answer(Question({**LITE_ON_TWO, "tokens": 64}, file=file, microbatches="2"))
+    report = answer(Question({**LITE_ON_TWO, "layers": 7, "tokens": 64}, file=file, microbatches="2"))
     eager, graph = report.sections
     for section in (eager, graph):
         costs = step_costs(section.estimate.setup, 1)
@@ -126,6 +126,43 @@ def test_the_estimate_has_the_stages_of_the_profile(tmp_path: Path) -> None:
         assert costs.a0 + costs.a1 == pytest.approx(300)
     assert step_costs(eager.estimate.setup, 1).host.layer == pytest.approx(1000)
     assert "The host takes 1000 us to launch a layer" in report.text()
+    assert "6 passes through a layer in the profile, by its dispatches: 1 of 6 layers with experts." in report.text()
+
+
+def test_several_steps_in_a_profile_say_how_long_one_takes(tmp_path: Path) -> None:
+    file = low_latency(6).write(tmp_path / "p.json")
+    profile = read_profile(file)
+    step, notes = unsplit_of_profile(profile, 64, layers=3)
+    # From the first kernel at 100 us to the end of the last one at 6000, by two steps.
+    assert step.step == pytest.approx(5900 / 2)
+    assert notes[0] == "6 passes through a layer in the profile, by its dispatches: 2 of 3 layers with experts."
+    assert unsplit_of_profile(profile, 64, layers=6)[0].step is None
+    step, notes = unsplit_of_profile(profile, 64, layers=4)
+    assert step.step is None
+    assert notes[0].endswith("no whole number of steps of 4 layers with experts; is it of that model?")
+    asked = {**LITE_ON_TWO, "tokens": 64}
+    for section in answer(Question(asked, file=file, microbatches="2")).sections:
+        assert section.estimate.unsplit.step == pytest.approx(2950, rel=0.01)
+        assert "A step of the profile takes 3.0 ms, by when its kernels ran; that is met." in section.notes
+    (graph,) = answer(Question(asked, file=file, unsplit=("64=4",), execution="graph", microbatches="2")).sections
+    assert graph.estimate.unsplit.step == pytest.approx(4000, rel=0.01)
+
+
+def test_what_carried_its_messages_is_read_from_their_names(tmp_path: Path) -> None:
+    asked = {name: value for name, value in LITE_ON_TWO.items() if name != "all2all"}
+    for name, kind in ((LOW_LATENCY_DISPATCH, "deepep_ll"), (DISPATCH, "deepep_ht"), ("ncclDevKernel_X()", "stream")):
+        made = ChromeProfile()
+        for layer in range(3):
+            made.kernel(GEMM, 100.0 * layer, 100.0 * layer + 40, launch=100.0 * layer)
+            made.kernel(name, 100.0 * layer + 40, 100.0 * layer + 60, stream=21, launch=100.0 * layer + 2)
+        profile = read_profile(made.write(tmp_path / "p.json"))
+        assert all2all_of_profile(profile) == kind
+    file = low_latency(3).write(tmp_path / "low.json")
+    report = answer(Question({**asked, "tokens": 64}, file=file, microbatches="2", execution="eager"))
+    assert report.sections[0].estimate.setup.communication.kind == "deepep_ll"
+    plain = ChromeProfile()
+    plain.kernel(GEMM, 0, 10, launch=0)
+    assert all2all_of_profile(read_profile(plain.write(tmp_path / "plain.json"))) is None
 
 
 def test_a_profile_that_does_not_say_what_is_needed_is_refused(tmp_path: Path) -> None:
@@ -141,3 +178,5 @@ def test_a_profile_that_does_not_say_what_is_needed_is_refused(tmp_path: Path) -
         unsplit_of_profile(read_profile(plain.write(tmp_path / "plain.json")), 64)
     with pytest.raises(ConfigurationError, match=r"split.json is a profile, which says not how many tokens"):
         answer(Question(LITE_ON_TWO, file=split_file))
+    with pytest.raises(ConfigurationError, match=r"split.json is a profile, which says not which model"):
+        answer(Question({"tokens": 64}, file=split_file))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dbo_greenlet.errors import ConfigurationError
 from dbo_greenlet.estimate import Scale, Setup, UnsplitStep, readings
-from dbo_greenlet.estimate.measured import GPU_BOUND, HOST_BOUND
+from dbo_greenlet.estimate.measured import GPU_BOUND, HOST_BOUND, misfits
 from dbo_greenlet.estimate.predict import run_option, step_costs
 from tests.estimate.setups import lite
 
@@ -128,6 +128,33 @@ def test_messages_that_waited_for_a_late_rank_do_not_count() -> None:
     assert unsplit(found) == pytest.approx(15_000, rel=2e-3)
 
 
+def test_of_steps_of_one_size_the_median_counts() -> None:
+    steps = [UnsplitStep(64, us) for us in (9e3, 30e3, 10e3)]
+    (found,) = readings(GRAPH, steps).values()
+    assert unsplit(found) == pytest.approx(10e3, rel=2e-3)
+    assert misfits(found, steps) == []
+
+
+def test_a_step_that_is_not_met_well_is_said() -> None:
+    steps = [UnsplitStep(8, 7_000.0), UnsplitStep(64, 13_000.0), UnsplitStep(256, 20_000.0)]
+    (found,) = readings(GRAPH, steps).values()
+    (said,) = misfits(found, steps)
+    assert said == f"The unsplit step of 64 tokens is predicted as {unsplit(found) / 1e3:.1f} ms; measured: 13.0."
+
+
+def test_a_hosts_time_that_leaves_no_room_has_what_is_beside_the_model_in_it() -> None:
+    setup = lite(64, layers=8)
+    (found,) = readings(setup, [UnsplitStep(64, 14_800.0, host=14_700.0)]).values()
+    assert unsplit(found) == pytest.approx(14_800, rel=0.02)
+    # The GPU has to read its weights, whatever the host takes.
+    assert run_option(found, 1, "").run.compute > 0.5 * run_option(setup, 1, "").run.compute
+
+
+def test_a_gpu_is_not_taken_to_be_faster_than_one_can_be() -> None:
+    (found,) = readings(GRAPH, [UnsplitStep(64, GRAPH.outside + 600.0)]).values()
+    assert found.scale.gpu >= 0.5
+
+
 @pytest.mark.parametrize(
     ("steps", "wrong"),
     [
@@ -137,6 +164,9 @@ def test_messages_that_waited_for_a_late_rank_do_not_count() -> None:
         ([UnsplitStep(64, 9e3, host=0.0)], "a host that takes 0.0 us"),
         ([UnsplitStep(64, layer_host=-1.0)], "a host that takes -1.0 us"),
         ([UnsplitStep(64, 9e11)], "no step of this model and machine"),
+        ([UnsplitStep(64, 500.0)], "64 tokens in 0.5 ms: no correction meets it, the nearest is"),
+        ([UnsplitStep(64, 5e3), UnsplitStep(128, 2e3)], "128 tokens in 2 ms: no correction meets it"),
+        ([UnsplitStep(64, 5e3, host=100e3)], "a host that launches 100 ms of an unsplit step of 64 tokens in 5 ms"),
     ],
 )
 def test_what_no_machine_can_have_measured_is_refused(steps: list[UnsplitStep], wrong: str) -> None:

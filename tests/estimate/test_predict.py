@@ -10,7 +10,7 @@ from dbo_greenlet.errors import ConfigurationError
 from dbo_greenlet.estimate import CARRIERS, Setup, estimate, make_setup
 from dbo_greenlet.estimate.predict import DO_NOT_SPLIT, SLOW_HOST, SPLIT, TOO_CLOSE, run_option, step_costs
 from dbo_greenlet.estimate.reason import reason
-from dbo_greenlet.estimate.text import render_estimate, render_threshold
+from dbo_greenlet.estimate.text import render_estimate, render_setup, render_threshold
 from dbo_greenlet.estimate.threshold import threshold
 from tests.estimate.setups import lite
 
@@ -77,6 +77,16 @@ def test_there_must_be_a_token_for_each_microbatch() -> None:
         estimate(lite(1))
 
 
+def test_more_receives_than_low_latency_takes_are_refused_by_what_they_are() -> None:
+    with pytest.raises(ConfigurationError, match="3 microbatches with phase_offset:1 over deepep_ll: more than"):
+        estimate(lite(64), (3,), ("phase_offset:1",))
+
+
+def test_an_extrapolated_calibration_is_named() -> None:
+    assert render_setup(lite(64)).endswith("calibrated as 'vllm-ll'")
+    assert render_setup(lite(64, ranks=4)).endswith("(on deepseek-v2-lite with 2 ranks: an extrapolation)")
+
+
 def test_in_turn_is_never_better_than_unsplit() -> None:
     for tokens in (32, 256):
         assert estimate(v3(tokens), (2,), ("in_turn",)).best.gain < 1
@@ -107,7 +117,7 @@ def test_the_threshold_is_where_the_recommendation_begins() -> None:
     verdicts = [estimate(v3(n, layers=6), (2,), ("round_robin",)).verdict for n in (below, found.tokens, 510)]
     assert verdicts == [TOO_CLOSE, SPLIT, SPLIT]
     assert render_threshold(found) == (
-        f"--dbo-decode-token-threshold {found.tokens}   (splitting is recommended from there to 510 tokens a rank)"
+        f"--dbo-decode-token-threshold {found.tokens}   (at every number tried from there to 510 tokens a rank)"
     )
 
 

@@ -191,6 +191,10 @@ def test_a_plan_covers_the_steps_that_all_ranks_completed(recorded: Recorded, tm
     ("change", "words"),
     [
         (lambda data: data.pop("settings", None), 'the settings in the header lack "ranks"'),
+        (
+            lambda data: data.update(settings={"program": "serve.py"}) if data["t"] == "header" else None,
+            "which keeps no prompts, so there is nothing to replay it from",
+        ),
         (lambda data: data.update(run="other") if data.get("run") == "dbo" else None, "has no step of run dbo"),
         (lambda data: data.update(request=40) if data.get("request") == 3 else None, "does not hold all prompts"),
         (

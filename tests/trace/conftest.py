@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dbo_greenlet.cli.show import show
-from dbo_greenlet.trace import Trace, read_trace
+from dbo_greenlet.trace import Trace, process_trace, read_trace
 from tests.trace.browser import Browser, start
 from tests.trace.pages import write_trace
 
@@ -27,6 +27,16 @@ def moe_schedule() -> Callable[[Sequence[int], Sequence[int]], Moe]:
         return tuple(decisions), tuple(sites)
 
     return build
+
+
+@pytest.fixture
+def recorded_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that this process records every step to, until the test ends."""
+    monkeypatch.setenv("DBO_GREENLET_TRACE", str(tmp_path / "traces"))
+    monkeypatch.setenv("DBO_GREENLET_TRACE_EVERY", "1")
+    monkeypatch.setattr(process_trace, "_process_trace", None)
+    yield tmp_path / "traces"
+    process_trace.end_process_trace()
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.trace import HeaderRecord, StepRecord, TraceWriter
 from dbo_greenlet.trace.clocks.arrivals import arrivals, render_arrivals
 from dbo_greenlet.trace.clocks.bounds import Bounds, Contradiction, bounds_of
-from dbo_greenlet.trace.clocks.drift import RankClock
 from dbo_greenlet.trace.clocks.offsets import axis_of, common_axis
+from dbo_greenlet.trace.clocks.rank_clock import RankClock
 from tests.trace.clocks import collectives
 
 Some = list[dict[int, tuple[float, float]]]
@@ -94,7 +94,8 @@ def test_bounds_by_hand() -> None:
     assert axis.place(1, 10.0) == 110.0
     assert axis.text().splitlines() == [
         "The ranks lie on one axis by 2 collectives, which no rank leaves before all have entered.",
-        "rank 1: +100.000 us, give or take 20.000 us",
+        # By up to 0.001 of the 130 us from the first enter to the last leave the clocks can have drifted apart.
+        "rank 1: +100.000 us, give or take 20.130 us",
     ]
 
 
@@ -254,7 +255,8 @@ def test_votes_of_two_files(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{rank}.jsonl", rank, 10**12, [each[rank] for each in some]) for rank in (0, 1)]
     axis = common_axis(files)
     within = axis.clocks[1].within
-    assert within is not None and abs(axis.shift(1) - 777.0) <= within < 2
+    # Half the room for a constant is 1; the rest is what the clocks may have drifted.
+    assert within is not None and abs(axis.shift(1) - 777.0) <= within < 5
     assert axis.collectives == 20 and "not of one host" in axis.how
     assert json.loads(json.dumps(axis.as_json()))["ranks"]["1"]["within"] == within
 

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("msgspec", reason="msgspec is not installed, so profiles are not read")
 from dbo_greenlet.trace.diff.profiles import Numbers, ProfileDiff, diff_profiles
 from dbo_greenlet.trace.diff.profiles_text import profile_diff_json, render_profile_diff
+from dbo_greenlet.trace.diff.program import some_of
 from dbo_greenlet.trace.importers import read_profile
 from dbo_greenlet.trace.overlap.profile import profile_overlap
 from tests.job.command import in_process, one_sentence
@@ -209,3 +210,22 @@ def test_choices_of_the_other_kind_are_refused(tmp_path: Path) -> None:
     done = in_process("diff", trace, trace, "--kernels", profile)
     assert done.returncode == 2
     assert one_sentence(done.stderr) == f"--kernels says what names in profiles mean; {trace} is a trace of ours"
+
+
+def test_profiles_of_other_programs_are_not_compared(tmp_path: Path) -> None:
+    other = ChromeProfile()
+    for number in range(5):
+        other.kernel(f"void training_{number}(int)", 10.0 * number, 10.0 * number + 5)
+    files = [before().write(tmp_path / "a.json"), other.write(tmp_path / "b.json")]
+    done = in_process("diff", *files)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert one_sentence(done.stderr) == (
+        f"{files[0]} and {files[1]} are not of the same program, so their kernels cannot be compared: of 4 and 5 "
+        "kernels none is in both"
+    )
+
+
+def test_three_reasons_are_enough() -> None:
+    reasons = ["a is not stated and 1", "b is 1 and 2", "c is not stated and 1", "d is 3 and 4", "2 ranks and 1"]
+    assert some_of(reasons) == "b is 1 and 2, d is 3 and 4, 2 ranks and 1 and 2 more"
+    assert some_of(reasons[:2]) == "b is 1 and 2, a is not stated and 1"

@@ -146,8 +146,8 @@ def test_the_text(tmp_path: Path) -> None:
               to be called before the yield
 
         1 finding, 0 of severity error; 1 rule looked.
-        not checked: long-hold: needs GPU times of eager steps (--gpu-timeline): whether the GPU's
-          queue ran dry is not known (2 steps)
+        not checked: long-hold: needs GPU times of eager steps (run --gpu-timeline, record --gpu):
+          whether the GPU's queue ran dry is not known (2 steps)
         left out: comm-on-compute, unjoined-stream""")
 
 

@@ -12,7 +12,7 @@ from dbo_greenlet.devices.virtual import VirtualDevice
 from dbo_greenlet.errors import TraceFileError
 from dbo_greenlet.policies import InTurn
 from dbo_greenlet.testing.layer_programs import Costs, low_latency
-from dbo_greenlet.trace.records import RecvRecord
+from dbo_greenlet.trace.records import GpuRecord, RecvRecord, SliceRecord
 from dbo_greenlet.yields import (
     dbo_switch_to_compute_sync,
     dbo_yield,
@@ -109,6 +109,20 @@ def test_messages_below_a_cutoff(tmp_path: Path, size: int, world: int, expected
     trace = write(tmp_path / "t.jsonl", header(world=world, all2all="nccl"), with_bytes(size))
     report = look(trace, only=["small-message"])
     assert found(report) == expected and len(report.checked) == 1
+
+
+@pytest.mark.parametrize("size, counts", [(4096, []), (12288, [8])])
+def test_messages_of_sites_that_name_no_layer(tmp_path: Path, size: int, counts: list[int]) -> None:
+    """A line of the model comes again in every layer; a message is what both sent there in one of them."""
+    records = [
+        replace(each, site="model.py:12") if isinstance(each, (RecvRecord, SliceRecord)) and each.site else each
+        for each in with_bytes(size)
+    ]
+    trace = write(tmp_path / "t.jsonl", header(world=2, all2all="nccl"), records)
+    report = look(trace, only=["small-message"])
+    # Dispatch and combine, of each of two layers and microbatches: findings of one place are one.
+    assert [each.count for each in report.findings] == counts and len(report.checked) == 1
+    assert all(each.what.endswith("unsplit it would be 24 KiB") for each in report.findings)
 
 
 def test_a_message_of_nothing_is_no_small_one(tmp_path: Path) -> None:
@@ -244,6 +258,23 @@ def test_each_run_of_a_trace_is_judged_by_itself(tmp_path: Path) -> None:
     report = look(write(tmp_path / "t.jsonl", header(), *records), only=["no-overlap"])
     assert [(each.rule.id, each.place.run) for each in report.findings] == [("no-overlap", "one after the other")]
     assert found(look(tmp_path / "t.jsonl", only=["no-overlap"], run="dbo")) == []
+
+
+def test_what_is_hidden_at_most_is_not_taken_for_what_is_hidden(tmp_path: Path) -> None:
+    report = look(write(tmp_path / "t.jsonl", header(), recorded(LOW)), only=["no-overlap"])
+    assert missing(report) == {
+        "no-overlap": "that another microbatch ran meanwhile is all that is known; how much that hid, only a "
+        "profile says"
+    }
+
+    def entry(device: VirtualDevice, step: int, index: int) -> None:
+        layer(device, compute=60.0)
+
+    both = look(write(tmp_path / "b.jsonl", header(), timed(3, entry)), only=["no-overlap"])
+    assert (found(both), missing(both)) == ([], {})
+    # The comm stream left out: from the end of what sends to the end of what receives is all there is.
+    kept = [each for each in timed(3, entry) if not (isinstance(each, GpuRecord) and each.stream == "comm")]
+    assert "no-overlap" in missing(look(write(tmp_path / "k.jsonl", header(), kept), only=["no-overlap"]))
 
 
 def test_costs_do_not_matter_where_the_gpu_was_not_timed(tmp_path: Path) -> None:

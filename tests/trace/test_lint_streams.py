@@ -14,6 +14,7 @@ from dbo_greenlet.testing.layer_programs import HighThroughput, LowLatency, high
 from dbo_greenlet.trace.records import OpRecord
 from dbo_greenlet.yields import (
     dbo_get_previous_event,
+    dbo_switch_to_comm,
     dbo_switch_to_comm_sync,
     dbo_switch_to_compute,
     dbo_switch_to_compute_sync,
@@ -119,11 +120,29 @@ def test_an_event_that_a_library_captures_after_the_yield(tmp_path: Path, memory
     ]
     if not memory:
         assert report.findings[0].what == (
-            "#3 records an event on compute 10.0 us after the slice began, too early for work of its own, so the "
-            "library waits for what microbatch 1 enqueued since the yield"
+            "#3 records an event on compute 10.0 us after the slice began, so early that it may well mark nothing of "
+            "this slice; the library then waits for what microbatch 1 enqueued since the yield"
         )
     right = write(tmp_path / "r.jsonl", header(), recorded(high(CapturesBeforeTheSwitch), memory=memory))
     assert found(look(right, only=["event-after-yield"])) == []
+
+
+class CapturesBehindOwnWork(CapturesAfterTheSwitch):
+    """Correct: the slice waits on comm, goes back, launches work of its own, and captures behind that."""
+
+    def over_to_comm(self, site: str) -> None:
+        HighThroughput.over_to_comm(self, site)
+        dbo_switch_to_compute()
+        self.device.work("own", 10.0)
+        event = dbo_get_previous_event(self.capture)
+        dbo_switch_to_comm()
+        self.device.wait(self.device.current_stream(), event)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_an_event_that_a_library_captures_behind_own_work(tmp_path: Path, memory: bool) -> None:
+    trace = write(tmp_path / "t.jsonl", header(), recorded(high(CapturesBehindOwnWork), memory=memory))
+    assert found(look(trace, only=["event-after-yield"])) == []
 
 
 def ambient_device() -> Any:
@@ -167,8 +186,8 @@ def test_an_event_recorded_after_the_yield_by_the_events_alone(tmp_path: Path) -
         "waits for what microbatch 1 enqueued since the yield"
     )
     assert missing(report) == {
-        "event-after-yield": "needs op records of what was enqueued (run --memory); without, only events were "
-        "looked at that are recorded within 5 us of their slice's begin"
+        "event-after-yield": "needs op records of what was enqueued (`dbo-greenlet run --memory`); without, only "
+        "events were looked at that are recorded within 5 us of their slice's begin"
     }
     assert report.not_checked[0].checked == 1
 

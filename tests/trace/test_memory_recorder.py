@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,41 @@ def test_memory_that_is_used_again_has_the_same_address() -> None:
     assert not memory._memory._watched and not memory._memory._all and not memory._memory._made_on
 
 
+def test_memory_that_is_resized_lies_elsewhere() -> None:
+    seen: list[int] = []
+
+    def entry() -> None:
+        moved = torch.ones(4)
+        seen.append(moved.data_ptr())
+        moved.resize_(100_000)
+        seen.append(moved.data_ptr())
+        moved.fill_(1.0)
+
+    records = run(MemoryRecorder(), entry)
+    assert short(records) == [
+        ("work", "ones", 0, 0, "compute"),
+        ("free", "ones", 0, 0, "compute"),
+        ("work", "fill_", 0, 0, "compute"),
+        ("free", "resize_", 0, 0, "compute"),
+    ]
+    old, new = ["write", seen[0], 0, 16], ["write", seen[1], 0, 400_000]
+    assert [record.memory for record in records] == [[old], [old], [new], [new]]
+
+
+def test_memory_that_is_resized_to_nothing_is_freed() -> None:
+    def entry() -> None:
+        tensor = torch.ones(4)
+        tensor.untyped_storage().resize_(0)  # no operator: seen when somebody asks where the tensor lies
+        assert memory._memory.find(tensor) is None
+        torch.zeros(1)
+
+    memory = MemoryRecorder()
+    assert [(op, name) for op, name, *_ in short(run(memory, entry))] == [
+        ("work", "ones"), ("free", "ones"), ("work", "zeros"), ("free", "zeros")
+    ]  # fmt: skip
+    assert not memory._memory._watched and not memory._memory._all
+
+
 def test_nothing_is_kept_alive() -> None:
     gone: list[weakref.ref[Any]] = []
 
@@ -215,6 +251,39 @@ def test_a_step_that_fails_leaves_no_mode_and_the_next_is_recorded(carrier: str)
     assert torch._C._len_torch_dispatch_stack() == modes
     assert [r.name for r in memory.records(step=0) if r.op == "work"] == ["ones", "add"]
     assert [r.name for r in run(memory, lambda: torch.zeros(1), carrier=carrier) if r.op == "work"] == ["zeros"]
+
+
+def test_behind_a_step_that_failed_nothing_is_noted() -> None:
+    def fails() -> None:
+        torch.ones(2) + 1
+        raise RuntimeError("boom")
+
+    memory = MemoryRecorder()
+    with pytest.raises(MicrobatchFailed):
+        run(memory, fails)
+    for _ in range(3):
+        memory.device.record(memory.device.new_event(), memory.device.current_stream())
+    assert [r.name for r in memory.records(step=0) if r.op != "free"] == ["ones", "add"]
+    assert memory.device._events == {}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_cannot_be_noted_ends_the_noting_and_not_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    def strange() -> int:
+        kept = torch.zeros(2)
+        torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)]) + 1
+        del kept
+        torch.ones(1)
+        return 1
+
+    memory = MemoryRecorder()
+    with caplog.at_level(logging.WARNING, logger="dbo_greenlet"):
+        for _ in range(2):
+            names = [(r.op, r.name) for r in run(memory, strange)]
+            assert ("work", "zeros") in names and ("work", "ones") not in names
+            assert not any(op == "free" and "2, made by zeros" in name for op, name in names)
+    assert len(caplog.messages) == 1 and "whose tensors cannot be noted" in caplog.messages[0]
+    assert [r.name for r in run(memory, lambda: torch.ones(1)) if r.op == "work"] == ["ones"]
 
 
 class TorchStream:

@@ -165,3 +165,20 @@ def test_what_is_added_while_nothing_is_noted_is_not_kept() -> None:
 def test_the_records_of_no_program() -> None:
     none: list[OpRecord] = []
     assert op_records(StreamProgram(), step=0) == none
+
+
+def test_a_receive_of_what_an_earlier_step_sent_refers_to_nothing() -> None:
+    program = StreamProgram()
+    for _ in range(2):
+        program.add("work", "compute", "attention")
+    early, late = program.send("comm", "dispatch").transfer, program.send("comm", "combine").transfer
+    assert early is not None and late is not None and (early.sent, late.sent) == (2, 3)
+    program.clear()
+    for name in ("attention", "experts"):
+        program.add("work", "compute", name)
+    # The first has the very number here that its send had there, of the second there is no such number yet.
+    program.receive("compute", early)
+    assert [record.of for record in op_records(program, step=0)] == [None] * 3
+    program.clear()
+    program.receive("compute", late)
+    assert [record.of for record in op_records(program, step=0)] == [None]

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_greenlet.errors import SchedulerInternalError
 from dbo_greenlet.trace.critical_path.graph import AT_MOST, IDLE, ONE_OF, Edge, PathGraph
 
 STAGES = ["attention", "dispatch", "experts", ""]
@@ -181,6 +180,19 @@ def test_recorded_times_that_contradict_each_other() -> None:
     assert [(piece.kind, piece.stage, piece.length) for piece in graph.path(alone)] == [("start", IDLE, 4.0)]
 
 
+def test_what_only_may_have_been_there_explains_no_time() -> None:
+    """The edge that is certain contradicts the recorded time, or there is none."""
+    graph = PathGraph()
+    late = graph.point(100.0, [Edge(0, None, "work", "experts")])
+    perhaps = Edge(0, 10.0, "launch", "launch", role=AT_MOST)
+    left = graph.point(50.0, [Edge(late, 0.0, "event"), perhaps])
+    alone = graph.point(60.0, [perhaps])
+    assert [(piece.kind, piece.stage, piece.length) for piece in graph.path(left)] == [("start", IDLE, 50.0)]
+    assert [(piece.kind, piece.stage, piece.length) for piece in graph.path(alone)] == [("start", IDLE, 60.0)]
+    earliest, latest = graph.shortened([{IDLE: 1.0}], alone)
+    assert (earliest.tolist(), latest.tolist()) == ([0.0], [10.0])
+
+
 def test_idle_time_behind_work_is_a_piece_of_its_own() -> None:
     graph = PathGraph()
     end = graph.point(10.0, [Edge(0, 6.0, "launch", "launch", "K", "stream 7")])
@@ -198,9 +210,3 @@ def test_many_scenarios_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     whole = graph.shortened(scenarios, end)[0].tolist()
     monkeypatch.setattr("dbo_greenlet.trace.critical_path.graph._SOLVE_BYTES", 80)
     assert graph.shortened(scenarios, end)[0].tolist() == whole == [8 - number / 2 for number in range(17)]
-
-
-def test_a_point_needs_an_edge_that_is_certain() -> None:
-    graph = PathGraph()
-    with pytest.raises(SchedulerInternalError, match="point 1 of a path graph has no edge that is certain"):
-        graph.point(5.0, [Edge(0, 1.0, "event", role=AT_MOST)])

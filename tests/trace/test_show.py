@@ -37,6 +37,15 @@ def test_a_step_whose_slices_were_torn_off_is_split_and_the_torn_line_is_mention
     ]
 
 
+def test_tokens_that_nobody_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a Scheduler of a script, which knows of functions alone."""
+    path = tmp_path / "t.jsonl"
+    with TraceWriter(path) as writer:
+        writer.write(HeaderRecord("0.1.0", 0, 1), StepRecord(0, 0, "dbo", 0, 0, True, "", yields=[0, 0]))
+    assert show([path]) == 0
+    assert capsys.readouterr().out.startswith("step 0, rank 0, run dbo: tokens not known\n")
+
+
 # -- the folder of a server's traces -----------------------------------------------------------------------------------
 
 

@@ -77,15 +77,11 @@ class Bounds:
         )
 
 
-def bounds_of(
-    collectives: Sequence[Collective], *, same_clock: Mapping[int, float] | None = None
-) -> Bounds | Contradiction:
-    """The tightest bounds that the collectives give.
+def bounds_of(collectives: Sequence[Collective]) -> Bounds | Contradiction:
+    """The tightest bounds that the collectives give, to clocks that run alike.
 
     Args:
         collectives: in order of time; a rank may be missing in any.
-        same_clock: rank -> a shift that is exact wherever two ranks share a clock. It is believed of each pair whose
-            bounds allow it, and of no other.
     """
     ranks = tuple(sorted({rank for each in collectives for rank in each}))
     place = {rank: number for number, rank in enumerate(ranks)}
@@ -98,20 +94,7 @@ def bounds_of(
             for other, enter in entered:
                 if leave - enter < row[other]:
                     row[other], origin[other] = leave - enter, number
-    found = _shortest(ranks, most, by)
-    if same_clock is None or isinstance(found, Contradiction):
-        return found
-    believed = [row[:] for row in found.most]
-    for r, rank in enumerate(ranks):
-        for s, other in enumerate(ranks):
-            low, high = -found.most[s][r], found.most[r][s]
-            if rank in same_clock and other in same_clock and -inf < low and high < inf:
-                exact = same_clock[other] - same_clock[rank]
-                if low - ROUNDING <= exact <= high + ROUNDING:
-                    believed[r][s] = exact
-    # Pairs that fit one by one need not fit together; then what the collectives say stands alone.
-    together = _shortest(ranks, believed, by)
-    return found if isinstance(together, Contradiction) else together
+    return _shortest(ranks, most, by)
 
 
 def _shortest(ranks: tuple[int, ...], direct: list[list[float]], by: list[list[int]]) -> Bounds | Contradiction:

@@ -9,10 +9,11 @@ which is exact between ranks of one host and says nothing between hosts. The vot
 clocks from both sides (`bounds`). And clocks of two hosts drift: no two quartzes run alike, and what keeps them
 together changes their speed.
 
-So it is tried in this order, and said which one holds: all ranks on one host's clock, where the votes allow it; one
-shift for each rank, where one satisfies all votes; shifts that change over time (`drift`), as long as no clock
-would have to run faster or slower than any clock does. Where nothing holds, the times are left as the headers have them
-and `problem` says so: then these are not the files of one run.
+So ranks whose headers are of one host are put on one clock, where the votes allow it (`hosts`), and what is looked for
+is how the hosts' clocks differ. It is tried in this order, and said which one holds: one shift for each, where one
+satisfies all votes; straight shifts that change over time (`drift`); shifts that change as they like (`wander`), as
+long as no clock would have to run faster or slower than any clock does. Where nothing holds, the times are left as the
+headers have them and `problem` says so: then these are not the files of one run.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from typing import Any
 
 from ...errors import TraceFileError
 from ..files import TraceFiles, two_of_one_rank
-from .bounds import ROUNDING, Bounds, Collective, Contradiction, bounds_of
-from .drift import LEAST_IN_A_WINDOW, RankClock, drifting_clocks
+from .bounds import Bounds, Collective, Contradiction, bounds_of
+from .drift import LEAST_IN_A_WINDOW, drifting_clocks
+from .hosts import Hosts, hosts_of
+from .rank_clock import RankClock
+from .room import straight_doubts
+from .wander import wandering_clocks
 
 __all__ = ["CommonAxis", "RankClock", "Votes", "axis_of", "common_axis", "read_votes"]
 
@@ -71,7 +76,10 @@ class CommonAxis:
         return at + self.shift(rank, at)
 
     def text(self) -> str:
-        """How the ranks were put on one axis: one line, and one more for each rank whose shift is not exact."""
+        """How the ranks were put on one axis: one line, and one more for each rank whose shift is not exact.
+
+        "Give or take" is `RankClock.within`, which says there under which conditions it holds.
+        """
         lines = [self.how]
         for rank, clock in sorted(self.clocks.items()):
             if rank != self.reference and clock.within:
@@ -204,19 +212,17 @@ def axis_of(
     order = _thinned(sorted(range(len(collectives)), key=lambda each: _first(collectives[each])), len(everybody))
     some = [collectives[number] for number in order]
     counted = f"{len(some)} {what}{'s' if len(some) != 1 else ''}"
-    found = bounds_of(some, same_clock=start if start and exact else None)
+    hosts = hosts_of(some, start if exact else {})
+    found = bounds_of(hosts.collectives)
     if isinstance(found, Bounds):
-        middles = found.middle(reference)
-        kept = bool(start) and not exact and found.allow(start)
-        for rank, (shift, within) in middles.items():
-            if kept:
-                shift, within = start[rank], within + abs(start[rank] - shift)
-            # The two bounds of an exact shift are the shift itself.
-            clocks[rank] = RankClock(((0.0, shift),), 0.0 if within <= ROUNDING else within)
+        steady, kept = _steady(found, hosts.collectives, reference, {} if exact else start)
+        clocks |= _of_ranks(steady, hosts)
         how = _how(clocks, reference, counted, bool(start), exact, kept, named)
-    elif (drifting := drifting_clocks(some, reference)) is not None:
-        clocks |= drifting
-        how = f"The ranks lie on one axis by {counted}, {_WHY}; their clocks run at different speeds."
+    elif (moving := _moving(hosts.collectives, reference)) is not None:
+        how = f"The ranks lie on one axis by {counted}, {_WHY}; {moving[1]}"
+        clocks |= _of_ranks(moving[0], hosts)
+        same = [rank for rank, lead in hosts.lead.items() if lead == reference != rank]
+        how += f"; {_list(same, named)} on the same host as {_list([reference], named)}." if same else "."
         how += _not_bound(clocks, named)
     else:
         how = "The times of the ranks are left as their own clocks have them."
@@ -224,6 +230,37 @@ def axis_of(
         problem = _no_offset(found, what, [called[n] if called else f"{what} {n}" for n in which], named)
         return CommonAxis(reference, clocks, how, len(some), problem, named)
     return CommonAxis(reference, clocks, how, len(some), names=named)
+
+
+def _steady(
+    found: Bounds, collectives: Sequence[Collective], reference: int, start: Mapping[int, float]
+) -> tuple[dict[int, RankClock], bool]:
+    """Constant shifts, and whether those of the headers could be kept.
+
+    That they fit does not say that the clocks run alike: what they may drift beside each other is in the doubt.
+    """
+    middles = found.middle(reference)
+    shifts = {rank: shift for rank, (shift, _) in middles.items()}
+    kept = bool(start) and found.allow(start)
+    if kept:
+        shifts = {rank: start[rank] for rank in shifts}
+    constant = {rank: RankClock(((0.0, shift),), None).shift for rank, shift in shifts.items()}
+    doubts = straight_doubts(collectives, reference, constant)
+    if doubts is None:  # the bounds leave less than no room, within what times are rounded by
+        doubts = {rank: within + abs(shifts[rank] - shift) for rank, (shift, within) in middles.items()}
+    return {rank: RankClock(((0.0, shift),), doubts[rank]) for rank, shift in shifts.items()}, kept
+
+
+def _moving(collectives: Sequence[Collective], reference: int) -> tuple[dict[int, RankClock], str] | None:
+    if (clocks := drifting_clocks(collectives, reference)) is not None:
+        return clocks, "their clocks run at different speeds"
+    if (clocks := wandering_clocks(collectives, reference)) is not None:
+        return clocks, "the speeds of their clocks differ, and change too much or too fast to be told"
+    return None
+
+
+def _of_ranks(clocks: Mapping[int, RankClock], hosts: Hosts) -> dict[int, RankClock]:
+    return {rank: clocks[lead].moved(hosts.offset[rank]) for rank, lead in sorted(hosts.lead.items()) if lead in clocks}
 
 
 _WHY = "which no rank leaves before all have entered"

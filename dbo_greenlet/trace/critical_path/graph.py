@@ -35,8 +35,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import SchedulerInternalError
-
 __all__ = ["AT_MOST", "CERTAIN", "IDLE", "ONE_OF", "Edge", "PathGraph", "Piece"]
 
 CERTAIN, ONE_OF, AT_MOST = range(3)
@@ -152,7 +150,8 @@ class PathGraph:
 
         Args:
             at: its recorded time; None: what the edges demand.
-            edges: what it waits for. Where several set its time, the path takes the first of them.
+            edges: what it waits for. Where several set its time, the path takes the first of them. Where nothing but
+                AT_MOST is left of them, it waits for the begin.
 
         Returns:
             Its number.
@@ -170,8 +169,9 @@ class PathGraph:
                         at = max([at, *(times[each.source] for each in kept)])
                         break
                     at = max(at, times[edge.source])
-        if not kept:
-            kept = [Edge(0, 0.0, "start")]
+        if all(edge.role == AT_MOST for edge in kept):
+            # What only may have been there does not explain when it came.
+            kept = [Edge(0, 0.0, "start"), *kept]
         if at is None:
             at = max(times[edge.source] + (edge.lag or 0.0) for edge in kept)
         times.append(at)
@@ -194,8 +194,6 @@ class PathGraph:
         self._certain.append(certain)
         self._first.append(len(self._source))
         if not open_choice and at > latest + _SAME_US:
-            if binding < 0:
-                raise SchedulerInternalError(f"point {number} of a path graph has no edge that is certain")
             self._idle[first + binding] = at - latest
         return number
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,15 +16,14 @@ from ..kernels import KernelTable
 from ..launches import Launches, find_launches
 from ..profile import COPY, GRAPH, KERNEL, SET, Profile
 from ..profile_edges import wait_edges
+from ..profile_steps import steps_of
 from .activities import ProfileGraph, ProfileGraphBuilder
-from .names import OTHER, OTHER_COMMUNICATION
+from .names import HOST, LAUNCH, OTHER, OTHER_COMMUNICATION
 from .report import PERCENT, PathReport, StepPath, added_up, measure_path, typical
 
 __all__ = ["ProfilePaths", "profile_path"]
 
 _COPY = "copy"
-# torch.profiler's ranges of the steps of its schedule, and what people write into NVTX ranges.
-_STEP = re.compile(r"(?i)(?:ProfilerStep#|(?:execute_)?step[ _#:]*)(\d+)")
 _NAME_LENGTH = 60
 # In a profile where every kernel was late for some other reason the shortest time says nothing.
 _LONGEST_LAUNCH_US = 20.0
@@ -33,6 +31,8 @@ _LONGEST_GAP_US = 2.0
 # A profile that begins or ends during a replay lacks that one; more than this share of them is another matter.
 _UNSEEN_SHARE = 0.01
 _UNLAUNCHED_SHARE = 0.05
+# Of the path, above which it is said what the profiler itself does to it.
+_HOST_SHARE = 0.2
 
 Floats = npt.NDArray[np.float64]
 
@@ -66,7 +66,7 @@ class ProfilePaths:
         for number, (rank, device) in enumerate(groups):
             mine = np.flatnonzero(group == number)
             calls = np.flatnonzero(profile.calls.rank == rank)
-            steps = self._steps(rank)
+            steps = steps_of(profile, rank)
             if len(steps) < 2:
                 yield ProfileGraphBuilder(self, mine, calls, rank, device, steps[0][0] if steps else 0, None).build()
                 continue
@@ -83,17 +83,6 @@ class ProfilePaths:
                     yield ProfileGraphBuilder(
                         self, here, calls[of_call == place], rank, device, step, begin, earlier
                     ).build()  # fmt: skip
-
-    def _steps(self, rank: int) -> list[tuple[int, float]]:
-        """(number, begin) of the steps that the profile names, in order."""
-        ranges, names = self.profile.ranges, self.profile.names
-        named = {number: match for number, name in enumerate(names) if (match := _STEP.fullmatch(name))}
-        found = {
-            int(named[int(name)][1]): float(begin)
-            for name, begin, owner in zip(ranges.name[::-1], ranges.begin[::-1], ranges.rank[::-1], strict=True)
-            if int(name) in named and owner == rank
-        }
-        return sorted(found.items(), key=lambda step: step[1])
 
     def stage(self, activity: int) -> str:
         """Whose time an activity is."""
@@ -199,8 +188,18 @@ def profile_path(
         shown=found[shown],
         lanes=_lanes(profile, found[shown], devices[shown]),
         unreliable=_unreliable(profile, paths),
-        notes=[*profile.notes, *_notes(profile, paths, counts)],
+        notes=[*profile.notes, *_notes(profile, paths, counts), *_of_the_host(added_up(found))],
     )
+
+
+def _of_the_host(total: StepPath) -> list[str]:
+    share = sum(each.on_path for each in total.stages if each.stage in (HOST, LAUNCH)) / max(total.length, 1e-9)
+    if share < _HOST_SHARE:
+        return []
+    return [
+        f"The host and its launches are {100 * share:.0f} % of the path; a profiler makes each call of the "
+        "host slower, so without one they are less."
+    ]
 
 
 def _lanes(profile: Profile, shown: StepPath, device: int) -> dict[str, list[tuple[float, float]]]:

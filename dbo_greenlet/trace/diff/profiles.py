@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
+from ...errors import TraceFileError
 from ..attribution import Attribution, attribute
 from ..idle import Idle
 from ..kernels import KernelTable
@@ -34,6 +35,9 @@ CHANGES = {
     "decreased": "less often in B",
     "unchanged": "as often in both",
 }
+# Of the kernels of the side that has fewer. The same model over another all-to-all, split or not, eager or in a graph,
+# has half of them or more in common; training on another GPU had one in thirty.
+_LEAST_IN_COMMON = 0.1
 OTHER = "other"  # the stage of what no name and no range tells
 
 
@@ -152,9 +156,13 @@ def diff_profiles(
         a, b: one or more each: what is of several ranks is added up.
         table: what the names of kernels and ranges mean; default: the built-in one.
         names: what to call the two; default: their files.
+
+    Raises:
+        TraceFileError: next to no kernel is in both, so they are of different programs.
     """
     table = KernelTable() if table is None else table
     first, second = _Sums(a, table, names[0]), _Sums(b, table, names[1])
+    _of_one_program(first, second)
     kernels = [
         KernelRow(name, first.does.get(name) or second.does.get(name, ""), first.kernel(name), second.kernel(name))
         for name in first.kernels.keys() | second.kernels.keys()
@@ -175,6 +183,15 @@ def diff_profiles(
         counts = f"A is of {len(a)} profile{'s' * (len(a) > 1)} and B of {len(b)}"
         notes.insert(0, f"{counts}, so their sums are not of as many ranks.")
     return ProfileDiff(first.side, second.side, kernels, stages, notes)
+
+
+def _of_one_program(a: _Sums, b: _Sums) -> None:
+    common, fewer = len(a.kernels.keys() & b.kernels.keys()), min(len(a.kernels), len(b.kernels))
+    if common < _LEAST_IN_COMMON * fewer:
+        raise TraceFileError(
+            f"{a.side.path} and {b.side.path} are not of the same program, so their kernels cannot be compared: of "
+            f"{len(a.kernels)} and {len(b.kernels)} kernels {common or 'none'} {'is' if common < 2 else 'are'} in both"
+        )
 
 
 _OF_STAGES = ("communication", "exposed", "compute")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..schema import HeaderRecord, PromptRecord
 
-__all__ = ["program_differences", "prompt_differences", "why_not_comparable"]
+__all__ = ["program_differences", "prompt_differences", "some_of", "why_not_comparable"]
 
 # Settings that say how a run was recorded, supervised or on what machine, and nothing about what it decides.
 _NO_DECISION = ("gpu_timeline", "memory", "processor", "rank_timeout", "trace")
 _SHOWN = 40  # characters of a setting in an error
+_REASONS = 3  # of the differences in an error
 _MISSING = object()
+_NOT_STATED = "not stated"
 
 
 def program_differences(a: Mapping[int, HeaderRecord], b: Mapping[int, HeaderRecord]) -> list[str]:
@@ -33,6 +35,13 @@ def program_differences(a: Mapping[int, HeaderRecord], b: Mapping[int, HeaderRec
     return out
 
 
+def some_of(reasons: Sequence[str]) -> str:
+    """As many of the clauses as one can take in; those about settings that one side does not state come last."""
+    ordered = sorted(reasons, key=lambda reason: _NOT_STATED in reason)
+    more = len(ordered) - _REASONS
+    return ", ".join(ordered[:_REASONS]) + (f" and {more} more" if more > 0 else "")
+
+
 def prompt_differences(a: list[PromptRecord], b: list[PromptRecord]) -> list[str]:
     """What says that the two were asked other things, one clause; none where they were not."""
     sides = []
@@ -48,7 +57,7 @@ def prompt_differences(a: list[PromptRecord], b: list[PromptRecord]) -> list[str
 
 def _short(value: object) -> str:
     if value is _MISSING or value is None:
-        return "not stated"
+        return _NOT_STATED
     text = json.dumps(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 

@@ -23,7 +23,7 @@ from ...errors import ScheduleDecodeError, TraceFileError
 from ...schedule import Schedule
 from ..files import AnyPath, TraceFiles
 from ..reader import StepTrace
-from .program import program_differences, prompt_differences, why_not_comparable
+from .program import program_differences, prompt_differences, some_of, why_not_comparable
 from .times import Times, times_of
 
 __all__ = ["Difference", "StepTimes", "TraceDiff", "diff_traces"]
@@ -207,7 +207,7 @@ class _Comparison:
         if reasons := program_differences(a.headers, b.headers) or prompt_differences(a.prompts, b.prompts):
             raise TraceFileError(
                 f"{a.path} and {b.path} are not of the same program and settings, so their decisions cannot be "
-                f"compared: {', '.join(reasons)}"
+                f"compared: {some_of(reasons)}"
             )
 
     def _something_in_common(self) -> None:

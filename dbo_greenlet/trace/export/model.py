@@ -108,8 +108,10 @@ class ExportModel:
         headers = self.files.headers
         if not self.offsets:
             self._axis = self._common_axis()
-            ranks = [each for each in headers if self._wanted[1] in (None, each)]
+            ranks = [each for each in headers.keys() | self._axis.clocks if self._wanted[1] in (None, each)]
             self._zero = min((self._axis.shift(each) for each in ranks), default=0.0)
+        elif rank in headers and rank not in self._axis.clocks:
+            self._append_to_axis(min(self.offsets))
         self.offsets[rank] = self._axis.shift(rank) - (self._zero if rank in headers else 0.0)
         if abs(self.offsets[rank]) > LONGEST:
             raise TraceFileError(
@@ -126,10 +128,22 @@ class ExportModel:
         headers = self.files.headers
         if self._wanted[1] is not None:
             return axis_of([], ranks=[self._wanted[1]])
-        if len(headers) > 1 and all(path.is_file() for path in self.files.paths):
+        # Where one file holds all ranks, the headers of the others may be further down in it.
+        several = len(headers) > 1 or any(header.world > 1 for header in headers.values())
+        if several and all(path.is_file() for path in self.files.paths):
             return common_axis(self.files)
-        # One rank, or a pipe, which cannot be read a second time for its votes.
+        return self._axis_of_origins()
+
+    def _axis_of_origins(self) -> CommonAxis:
+        """Of one rank, or of a pipe, which cannot be read a second time for its votes."""
+        headers = self.files.headers
         return axis_of([], ranks=headers, origins={rank: h.origin_ns for rank, h in headers.items()})
+
+    def _append_to_axis(self, known: int) -> None:
+        """A rank whose header stands behind the steps of others; what lies on the axis already stays, as `known`."""
+        before = self._axis.shift(known)
+        self._axis = self._axis_of_origins()
+        self._zero += self._axis.shift(known) - before
 
     def _shift(self, step: StepTrace) -> int:
         """Nanoseconds to add to the times of a step, within which no clock drifts by one of them."""

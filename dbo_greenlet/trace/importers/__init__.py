@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 from ...errors import TraceFileError
 from ..profile import Profile, load
@@ -64,6 +65,10 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 def _start(path: str | os.PathLike[str]) -> bytes:
     """The first bytes, decompressed. A damaged gzip file has none: the reader that it goes to says what is wrong."""
+    if Path(path).is_fifo():
+        raise TraceFileError(
+            f"{os.fspath(path)}: a pipe, which cannot be read more than once; write it to a file first"
+        )
     try:
         with open_stream(path) as file:
             try:

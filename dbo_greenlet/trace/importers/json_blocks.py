@@ -228,7 +228,10 @@ class JsonBlocks:
             return TraceFileError(
                 f"{self.path}: the JSON ends in the middle, behind {self._count} whole events or more"
             )
-        return TraceFileError(f"{self.path}: not JSON behind event {self._count} ({error})")
+        # Where in the block it is, only the parser knows.
+        return TraceFileError(
+            f"{self.path}: not JSON behind event {self._count} or a later one ({error}); a NaN or Infinity is none"
+        )
 
 
 def open_stream(path: str | os.PathLike[str]) -> BinaryIO:

@@ -43,6 +43,8 @@ _OTHER_PROCESSES = (
     ("/device:GPU", "TensorFlow or JAX"), ("/host:CPU", "TensorFlow or JAX"), ("VizTracer", "VizTracer"),
 )  # fmt: skip
 _LIMIT = 1 << 63
+# What is shorter has not run; a profile of nothing but such kernels has its times in another unit.
+_SHORTEST_KERNEL_US = 0.1
 _RANK_IN_NAME = re.compile(r"(?<![a-z])rank[-_]?(\d+)")
 
 
@@ -75,7 +77,10 @@ def read_torch_profile(path: str | os.PathLike[str]) -> Profile:
         missing.append("no calls of the host (launches), as the profiler's CPU activities were off")
     notes = []
     if left_out := reader.odd + blocks.left_out:
-        notes.append(f"{left_out} events that torch.profiler cannot have written were left out.")
+        them = "event that torch.profiler cannot have written was"
+        if left_out > 1:
+            them = "events that torch.profiler cannot have written were"
+        notes.append(f"{left_out} {them} left out.")
     base = 0 if document.baseTimeNanoseconds is None else document.baseTimeNanoseconds
     return Profile(
         path=file,
@@ -220,7 +225,8 @@ class _Reader:
         origin = self.builder.origin
         unit = ""
         for name, low in (("milliseconds", 1e12), ("nanoseconds", 1e18)):
-            # Wall-clock times between 2017 and 2040. Seconds are not looked for: microseconds since boot reach as much.
+            # Wall-clock times between 2017 and 2040. Seconds are not looked for: microseconds since boot reach as
+            # much, and durations tell.
             if based is None and 1.5 * low <= origin < 2.2 * low:
                 unit = name
         if self.seconds_by_bandwidth and self.seconds_by_duration:
@@ -228,8 +234,14 @@ class _Reader:
             # Whole microseconds round short copies down to nothing, so only orders of magnitude count.
             if ratio > 200:
                 unit = "nanoseconds"
+            elif ratio < 5e-5 and self.seconds_by_bandwidth > 1e-3:
+                unit = "seconds"
             elif ratio < 0.005 and self.seconds_by_bandwidth > 1e-3:
                 unit = "milliseconds"
+        took = [duration for duration in self.builder.activities.times[1::2] if duration > 0]
+        if not unit and took and max(took) < _SHORTEST_KERNEL_US:
+            # Of the shortest one, as long kernels of one unit are as long as short ones of the next.
+            unit = "seconds" if min(took) < _SHORTEST_KERNEL_US / 1000 else "milliseconds"
         if unit:
             raise TraceFileError(
                 f"{file}: its times are {unit}, where a profile has microseconds; convert them (ts and dur) first"

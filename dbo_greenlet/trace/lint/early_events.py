@@ -27,12 +27,14 @@ __all__ = ["CAPTURED_US", "TOO_SHORT_US", "EarlyEvents"]
 
 # What torch takes to launch a kernel, at least; from the begin of a slice to its first line it is 1 to 4 us.
 TOO_SHORT_US = 5.0
-# From the begin of a slice to the event that a library captures in its first line.
+# From the begin of a slice to the event that a library captures in its first line, and of that the part behind the wait
+# that the slice began with: launching a kernel takes longer than the call that captures.
 CAPTURED_US = 30.0
+BEHIND_WAIT_US = 12.0
 CAPTURED = "previous_event"
 ONLY_EVENTS = (
-    "needs op records of what was enqueued (run --memory); without, only events were looked at that are recorded "
-    f"within {TOO_SHORT_US:g} us of their slice's begin"
+    "needs op records of what was enqueued (`dbo-greenlet run --memory`); without, only events were looked at that are "
+    f"recorded within {TOO_SHORT_US:g} us of their slice's begin"
 )
 
 
@@ -74,15 +76,19 @@ def _who_waits(op: OpRecord, after: float, began: OpRecord, wait: OpRecord | Non
     if wait is not None:
         theirs = wait.stream == op.stream or wait.ubatch != op.ubatch
         return "" if theirs or after > TOO_SHORT_US else f"{wait.stream} (#{wait.number})"
+    if op.name != CAPTURED or op.at is None or began.at is None or after > CAPTURED_US:
+        return ""
     elsewhere = began.op == "wait" and began.stream != op.stream
-    return "the library" if op.name == CAPTURED and elsewhere and after <= CAPTURED_US else ""
+    return "the library" if elsewhere and op.at - began.at <= BEHIND_WAIT_US else ""
 
 
 def _hit(view: StepView, op: OpRecord, waiting: str, after: float, siblings: list[int]) -> Hit:
     whose = " and ".join(map(str, siblings))
-    what = (
-        f"#{op.number} records an event on {op.stream} {after:.1f} us after the slice began, too early for work of its "
-        f"own, so {waiting} waits for what microbatch {whose} enqueued since the yield"
-    )
+    what = f"#{op.number} records an event on {op.stream} {after:.1f} us after the slice began, "
+    if op.name == CAPTURED:
+        what += f"so early that it may well mark nothing of this slice; {waiting} then "
+    else:
+        what += f"too early for work of its own, so {waiting} "
+    what += f"waits for what microbatch {whose} enqueued since the yield"
     place = view.place(op.ubatch, op.slice, operation=op.number, at=op.at)
     return Hit(what, place, (op.stream, op.name, without_numbers(place.site)))

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_MEMORY", "NO_OPS", "NO_SENDS", "HazardCheck", "hazard_check", "hits_of", "without_numbers"]
 
-NO_OPS = "needs op records: the operations of a step were not recorded"
-NO_SENDS = "needs op records with sends and receives (run --memory), which were not recorded"
-NO_MEMORY = "needs op records with memory (run --memory): what operations read and write was not recorded"
+NO_OPS = "needs op records, the operations of each step, which were not recorded; `dbo-greenlet run --memory` has them"
+NO_SENDS = "needs op records with sends and receives, which only `dbo-greenlet run --memory` has"
+NO_MEMORY = "needs op records of what operations read and write, which only `dbo-greenlet run --memory` has"
 
 
 class HazardCheck(Check):

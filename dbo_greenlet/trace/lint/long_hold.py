@@ -25,7 +25,9 @@ SHARE = 0.5
 DRAINED_US = 100.0
 """The GPU comes to the end of a slice at most this much behind the host: it had nothing queued."""
 
-NO_GPU = "needs GPU times of eager steps (--gpu-timeline): whether the GPU's queue ran dry is not known"
+NO_GPU = (
+    "needs GPU times of eager steps (run --gpu-timeline, record --gpu): whether the GPU's queue ran dry is not known"
+)
 _KEPT = 1000  # of the longest slices of a kind, that are remembered until their median is known
 
 # (run, rank, reason of the split, microbatch, slice)

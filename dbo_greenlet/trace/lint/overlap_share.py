@@ -13,6 +13,9 @@ __all__ = ["LEAST_HIDDEN", "NoOverlap"]
 LEAST_HIDDEN = 0.05
 """A run that hides less than this share of its communication does not overlap."""
 
+ONLY_ORDER = "that another microbatch ran meanwhile is all that is known; how much that hid, only a profile says"
+AT_MOST = "waits inside receives count as compute, so what is hidden is known only as a most; a profile says how much"
+
 
 @dataclass
 class _Run:
@@ -21,12 +24,15 @@ class _Run:
     hidden: float = 0.0
     windows: int = 0  # by the order of slices
     behind_siblings: int = 0  # of these, how many a sibling's slice runs in
+    untimed: bool = False  # whether windows are all that is known of some step
+    at_most: bool = False  # whether `hidden` has receives in it, whose own waits count as compute
 
 
 class NoOverlap(Check):
     """Of a run of one rank as a whole: by GPU times where there are any, else by who ran while bytes were in flight.
 
-    The order of slices on the host says whether anything could be hidden, not whether it was.
+    The order of slices on the host says whether anything could be hidden, not whether it was. Times of a compute stream
+    with receives in it say what was hidden at most.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -48,6 +54,9 @@ class NoOverlap(Check):
             communication, hidden = times
             run.communication += communication
             run.hidden += hidden
+            run.at_most |= not any(each.stream == "comm" for each in step.gpu)
+        else:
+            run.untimed = True
         return []
 
     def end(self) -> list[Hit | Missing]:
@@ -67,6 +76,8 @@ class NoOverlap(Check):
                     f"{100 * run.hidden / run.communication:.1f} %"
                 )
                 out.append(Hit(what, run.place, (name, "times")))
+            elif run.untimed or run.at_most:
+                out.append(Missing(ONLY_ORDER if run.untimed else AT_MOST))
         return out
 
 

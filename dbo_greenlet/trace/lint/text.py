@@ -10,7 +10,7 @@ from typing import Any
 from .findings import ERROR, Finding, NotChecked, Place, Report
 from .rules import RULES
 
-__all__ = ["render_report", "render_rules", "report_json"]
+__all__ = ["render_report", "render_rules", "report_json", "rules_json"]
 
 _INDENT = "    "
 _SHOWN = 6  # numbers that are listed one by one
@@ -78,6 +78,16 @@ def render_rules(*, width: int = 100) -> str:
     return "\n".join(out)
 
 
+def rules_json() -> dict[str, Any]:
+    """The same as JSON values."""
+    keys = ("id", "severity", "why", "remedy", "origin")
+    return {
+        "rules": [
+            {key: getattr(rule, key) for key in keys} | {"not_on_profiles": rule.on_profiles or None} for rule in RULES
+        ]
+    }
+
+
 def _finding(finding: Finding, width: int) -> str:
     rule = finding.rule
     lines = _wrapped(f"{rule.severity} {rule.id}: {_place(finding.place)}", width)
@@ -123,6 +133,8 @@ def _place(place: Place) -> str:
 def _summary(report: Report) -> str:
     rules = f"{len(report.checked)} rule{'' if len(report.checked) == 1 else 's'} looked"
     count = len(report.findings)
+    if not count and not report.checked and report.not_checked:
+        return "Nothing could be checked: no rule has what it needs."
     if not count:
         return f"No findings; {rules}."
     errors = sum(each.rule.severity == ERROR for each in report.findings)

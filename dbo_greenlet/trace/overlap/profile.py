@@ -12,6 +12,7 @@ from ..idle import idle_time, launch_delay
 from ..kernels import STAGES, KernelTable
 from ..launches import Launches, find_launches
 from ..profile import GRAPH, KERNEL, Profile
+from ..profile_steps import steps_of
 from .report import OverlapReport, Unreliable, View, Work, apart, measure, rows_by
 
 __all__ = ["profile_overlap"]
@@ -28,6 +29,8 @@ _IN_FLIGHT = (
 
 # A profile that begins or ends during a replay lacks that one; more than this share of them is another matter.
 _UNSEEN_SHARE = 0.01
+# Of the window, above which it is said what the profiler itself does to it.
+_LATE_SHARE = 0.2
 
 
 def profile_overlap(
@@ -70,6 +73,7 @@ def profile_overlap(
     delay = launch_delay(profile.calls.begin[launches.call[alone]], activities.begin[alone])
     unreliable += _launches_unseen(profile, found, launches, delay.early if delay else 0)
     notes += _notes(profile, found, launches)
+    notes += _steps_and_host(profile, idle.host / intervals.length(window) if len(profile.calls) else 0.0)
     return OverlapReport(
         path=profile.path,
         source=profile.source,
@@ -196,6 +200,18 @@ def _notes(profile: Profile, found: Attribution, launches: Launches) -> list[str
         notes.append(f"{launches.hidden_replays} of {launches.replays} graph replays have no kernels in the profile.")
     if not found.compute.any():
         notes.append("No compute kernel is in the profile.")
+    return notes
+
+
+def _steps_and_host(profile: Profile, host_late: float) -> list[str]:
+    notes = []
+    if (steps := max((len(steps_of(profile, int(rank))) for rank in np.unique(profile.ranges.rank)), default=0)) > 1:
+        notes.append(f"The profile is of {steps} steps, by its ranges; every time is of all of them together.")
+    if host_late > _LATE_SHARE:
+        notes.append(
+            f"For {100 * host_late:.0f} % of the time no compute ran because the host was late; a profiler makes each "
+            "call of the host slower, so without one it is less."
+        )
     return notes
 
 

@@ -96,10 +96,17 @@ class View:
 
 @dataclass(frozen=True)
 class Unreliable:
-    """A view that must not be trusted, and why: "kernels" or "in_flight", "idle" or "launch_delay", and a sentence."""
+    """A view that must not be trusted, and why.
+
+    Attributes:
+        view: "kernels" or "in_flight", "idle" or "launch_delay".
+        why: a sentence.
+        at_most: whether what the view says is hidden is known to be the most that it can be.
+    """
 
     view: str
     why: str
+    at_most: bool = False
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,8 @@ def render_overlap(report: OverlapReport) -> str:
 
     where = ", ".join([report.source, *report.gpus])
     blocks = [f"{report.path} ({where}), times in {unit}"]
-    doubted = {_SUBJECTS[entry.view] for entry in report.unreliable}
-    shares = {title: _percent(view.measure.hidden) + " ?" * (title in doubted) for title, view in views.items()}
-    blocks.append(_table(["", *views], _whole([view.measure for view in views.values()], list(shares.values()), time)))
+    shares = [_share(report, name, view) for name in _VIEWS if (view := getattr(report, name)) is not None]
+    blocks.append(_table(["", *views], _whole([view.measure for view in views.values()], shares, time)))
     for title, view in views.items():
         for part, rows in (
             ("stage", view.by_stage),
@@ -98,6 +97,8 @@ def render_overlap(report: OverlapReport) -> str:
     for name, title in _VIEWS.items():
         if (view := getattr(report, name)) is not None:
             tail.append(f"{title}: {view.how}")
+    if any(share.endswith("?") for share in shares):
+        tail.append("?: not to be trusted, for what is said of this column below")
     tail += [f"unreliable ({_SUBJECTS[entry.view]}): {entry.why}" for entry in report.unreliable]
     tail += [f"note: {note}" for note in report.notes]
     if tail:
@@ -142,6 +143,15 @@ def _part(title: str, rows: Sequence[Row], time: Any) -> str:
         computes = [time(row.compute), time(row.hides)] if row.compute else ["", ""]
         lines.append([str(row.key), *communicates, *computes])
     return _table([title, "communication", "exposed", "hidden", "compute", "hides"], lines)
+
+
+def _share(report: OverlapReport, name: str, view: View) -> str:
+    """What a view says is hidden, with what is known of that: the most that it can be, or nothing ("?")."""
+    share = _percent(view.measure.hidden)
+    doubts = [entry for entry in report.unreliable if entry.view == name]
+    if not doubts or view.measure.hidden is None:
+        return share
+    return f"<= {share}" if all(entry.at_most for entry in doubts) else f"{share} ?"
 
 
 def _percent(share: float | None) -> str:

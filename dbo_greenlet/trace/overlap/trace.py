@@ -90,7 +90,7 @@ def trace_overlap(trace: StepColumns, *, run: str | None = None, rank: int | Non
                 "most this much"
             )
             if share > _UNSEEN_SHARE:
-                unreliable += [Unreliable("kernels", text), Unreliable("idle", text)]
+                unreliable += [Unreliable("kernels", text, at_most=True), Unreliable("idle", text)]
             else:
                 notes.append(f"{text}.")
         notes.append(f"The GPU's times lie within {float(gpu.error.max()):.0f} us of their place on the host's axis.")
@@ -98,7 +98,7 @@ def trace_overlap(trace: StepColumns, *, run: str | None = None, rank: int | Non
         in_flight = sum_of_views(_BY_GPU if _has_compute(gpu) else _BY_HOST, flights)
         slices_of = "the GPU's times are of whole slices" if len(gpu) else "a slice on the host stands for compute"
         text = f"{slices_of}, so the wait inside a receive counts as compute: at most this much is hidden"
-        unreliable.append(Unreliable("in_flight", text))
+        unreliable.append(Unreliable("in_flight", text, at_most=True))
     if len(gpu) and (untimed := len(np.setdiff1d(receives.group, gpu.group))):
         notes.append(f"Windows of {untimed} steps are left out, because the GPU's times of these were not taken.")
     if in_flight is None:
