@@ -193,6 +193,8 @@ class _Moment(NamedTuple):
 class _LiveMemory(TensorMemory):
     """Memory of tensors that come and go."""
 
+    notes_holds = True
+
     def __init__(self, device: RecordingDevice, clock: Callable[[], int]) -> None:
         super().__init__()
         self._device = device

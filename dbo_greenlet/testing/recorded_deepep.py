@@ -102,7 +102,19 @@ class _Calls:
             program.add("work", _STREAM, name, accesses)
             done = result[-1]
             program.add("record", _STREAM, "record", event=device.number_of(done))
+            if self._memory.notes_holds:
+                self._note_holds(accesses)
         return (*result[:-1], _Event(done, device))
+
+    def _note_holds(self, accesses: tuple[Access, ...]) -> None:
+        """An asynchronous call marks all its tensors as used on DeepEP's stream and on the caller's.
+
+        It does so below Python (`record_stream` in its C++ code, DeepEP 1.2), where no dispatch mode sees it.
+        """
+        device = self._device
+        held = tuple(each._replace(write=False) for each in accesses)
+        for stream in (_STREAM, device.name_stream(device.current_stream())):
+            self._program.add("hold", stream, "record_stream", held)
 
 
 class _Event:

@@ -47,6 +47,9 @@ class Memory:
 class TensorMemory:
     """The memory of all tensors met while recording; `paused` is how often noting was switched off."""
 
+    # Whether it matters for which streams the allocator keeps memory; not where everything is kept alive.
+    notes_holds = False
+
     def __init__(self) -> None:
         self.paused = 0
         self._kept: dict[int, Any] = {}  # storage -> itself: as long as it lives, no other one has its identity

@@ -290,3 +290,29 @@ def test_an_address_that_is_given_out_again_is_other_memory(tmp_path: Path) -> N
 
     report = looked(tmp_path, build, "cross-stream-free", freed=freed)
     assert len(freed) == 4 and found(report) == []
+
+
+@pytest.mark.parametrize("freed_between, expected", [(True, []), (False, ["race"])])
+def test_what_is_freed_and_given_out_again_is_no_race(tmp_path: Path, freed_between: bool, expected: list[str]) -> None:
+    """Two tensors that lie at one address one after the other are kept apart by the allocator; one tensor is not."""
+    freed: list[Freed] = []
+
+    def build(bed: TestBed) -> list[Callable[[], None]]:
+        device = bed.device
+
+        def entry(index: int) -> None:
+            place = device.new_buffer(f"place of {index}")
+            device.work("A", 20.0, writes=[place])
+            dbo_yield_and_switch_from_compute_to_comm("layer0.before_dispatch")
+            device.work("D", 60.0, reads=[place])
+            device.program.add("hold", "comm", "record_stream", (Access(place, False),))
+            dbo_switch_to_compute()
+            if freed_between:
+                freed.append(Freed(len(device.program.operations), Access(place, True), "compute", index, 1, None))
+            device.work("S", 20.0, writes=[place])
+            dbo_switch_to_compute_sync()
+
+        return [lambda: entry(0), lambda: entry(1)]
+
+    report = looked(tmp_path, build, "race", "cross-stream-free", freed=freed)
+    assert [each[0] for each in found(report)] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from dbo_greenlet.policies import InTurn
 from dbo_greenlet.step import running
 from dbo_greenlet.testing.layer_programs import HighThroughput, LowLatency, high_throughput, low_latency
+from dbo_greenlet.testing.step_run import TestBed
 from dbo_greenlet.trace.records import OpRecord
 from dbo_greenlet.yields import (
     dbo_get_previous_event,
@@ -352,6 +354,28 @@ def test_the_host_waits_before_the_sibling_has_its_turn(tmp_path: Path) -> None:
 def test_the_host_waits_while_the_sibling_computes(tmp_path: Path) -> None:
     """The documented layer waits as often; there the sibling had its turn. And a last microbatch has no siblings."""
     trace = write(tmp_path / "t.jsonl", header(device="cuda"), recorded(high()))
+    report = look(trace, only=["cpu-block-before-peer-work"])
+    assert found(report) == [] and len(report.checked) == 1
+
+
+def test_a_sibling_that_runs_the_dispatch_computes_meanwhile(tmp_path: Path) -> None:
+    """The host waits in the slice of microbatch 1, for the counts of microbatch 0: what 1 has queued is computed."""
+
+    def build(bed: TestBed) -> list[Callable[[], None]]:
+        device = bed.device
+
+        def entry(index: int) -> None:
+            device.work("A", 20.0)
+            if index:
+                with device.program.on_behalf_of(0):
+                    device.work("D", 30.0, stream=device.new_stream("deepep"))
+                    device.program.add("host_wait", "deepep", "the host reads counts")
+            dbo_yield("layer0.dispatch")
+            device.work("MLP", 20.0)
+
+        return [lambda: entry(0), lambda: entry(1)]
+
+    trace = write(tmp_path / "t.jsonl", header(device="cuda"), recorded(build))
     report = look(trace, only=["cpu-block-before-peer-work"])
     assert found(report) == [] and len(report.checked) == 1
 

@@ -67,7 +67,7 @@ def _hits(view: StepView) -> Iterator[Hit]:
             for access in accesses_of(op):
                 buffers[access.buffer].holds.append((op.stream, access))
         elif op.op in WORK:
-            for access in operation.accesses:
+            for access in accesses_of(op):
                 buffers[access.buffer].uses.append((operation, access))
 
 

@@ -43,13 +43,14 @@ class HostBlocks(Check):
                 latest[owner] = op.number
             if op.op != "host_wait":
                 continue
-            running = [index for index, last in last_slice.items() if index != op.ubatch and at.get(index, -1) < last]
-            own = latest.get(op.ubatch, -1)
-            if running and not any(number > own for index, number in latest.items() if index != op.ubatch):
+            # A sibling may run the dispatch: what is to be computed meanwhile is anything but the owner's.
+            running = [index for index, last in last_slice.items() if index != owner and at.get(index, -1) < last]
+            own = latest.get(owner, -1)
+            if running and not any(number > own for index, number in latest.items() if index != owner):
                 whose = " and ".join(map(str, running))
                 what = (
                     f"the host waits at #{op.number} ({op.name}) for {op.stream or 'every stream'}, and behind "
-                    f"microbatch {op.ubatch}'s own work nothing of microbatch {whose} is queued on {PRIMARY}"
+                    f"microbatch {owner}'s own work nothing of microbatch {whose} is queued on {PRIMARY}"
                 )
                 place = view.place(op.ubatch, op.slice, operation=op.number, at=op.at)
                 hits.append(Hit(what, place, (op.name, op.stream)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import TraceFileError
@@ -23,16 +24,19 @@ def program_of(view: StepView) -> StreamProgram:
     """The program of a step; the number of an operation is its place, which is that of the record too.
 
     Frees and holds are no operations of a stream. They stand in the program as records of events that nobody waits
-    for, so that numbers stay, and can be asked what is complete by then. Their memory is not in it.
+    for, so that numbers stay, and can be asked what is complete by then. Their memory is not in it; but what lies at
+    an address that was freed is another buffer from there on. The allocator keeps the two apart, if it knows who used
+    the first (`frees`).
     """
     program = StreamProgram(PRIMARY)
     sites = {(each.ubatch, each.slice + 1): each.site for each in view.step.slices}
     numbers = {record.number: place for place, record in enumerate(view.ops)}
     sends: dict[int, Transfer] = {}  # by place
+    freed: dict[Hashable, int] = {}  # buffer -> how often it was
     for place, record in enumerate(view.ops):
         kind = record.op if record.op in _KINDS else "record"
         stream = record.stream if kind == "host_wait" else record.stream or PRIMARY
-        operation = Operation(place, kind, stream, record.name or record.op, accesses_of(record))
+        operation = Operation(place, kind, stream, record.name or record.op, _accesses_now(record, freed))
         operation.microbatch = record.ubatch
         operation.slice = record.slice
         operation.owner = record.ubatch if record.owner is None else record.owner
@@ -41,6 +45,9 @@ def program_of(view: StepView) -> StreamProgram:
         operation.event = record.event
         of = -1 if record.of is None else numbers.get(record.of, -1)
         if kind != record.op:
+            if record.op == "free":
+                for access in accesses_of(record):
+                    freed[access.buffer] = freed.get(access.buffer, 0) + 1
             operation.accesses, operation.event = (), -1 - place
         elif kind == "send":
             operation.transfer = sends[place] = Transfer(
@@ -77,6 +84,15 @@ def accesses_of(record: OpRecord) -> tuple[Access, ...]:
         TraceFileError: an entry is not what `op_records` writes; names no file.
     """
     return tuple(_access(record, entry) for entry in record.memory)
+
+
+def _accesses_now(record: OpRecord, freed: dict[Hashable, int]) -> tuple[Access, ...]:
+    return tuple(
+        each._replace(buffer=f"{each.buffer}, made anew after {times} free{'s' if times > 1 else ''},")
+        if (times := freed.get(each.buffer))
+        else each
+        for each in accesses_of(record)
+    )
 
 
 def _access(record: OpRecord, entry: Any) -> Access:
