@@ -20,7 +20,7 @@ _PLATFORMS = ("cuda", "rocm")
 def doctor(
     flags: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- VLLM FLAGS...]", help="Flags of vllm serve to judge; no model is needed."),
+        typer.Argument(metavar="-- VLLM FLAGS", help="Flags of vllm serve to judge; no model is needed."),
     ] = None,
     platform: Annotated[
         str | None, typer.Option(help="Judge for cuda or rocm, where this machine is not the one that serves.")

@@ -18,7 +18,7 @@ def estimate(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE]",
+            metavar="FILE",
             help="Unsplit steps: a trace of ours that has their times and requests (dbo-greenlet run; record "
             "cannot time unsplit steps of vLLM), or a profile (torch.profiler, Nsight Systems, or imported). Without "
             "one: from shapes alone.",

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from .output_file import output_file
 from .step_range import step_range
 from .trace_extra import needs_trace_extra
 
@@ -31,7 +32,9 @@ def export(
             "Systems; of one run, one a rank. Or a folder of them.",
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", parser=output_file, metavar="FILE", help="The file to write.")
+    ],
     kind: Annotated[
         Format,
         typer.Option(

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .output_file import output_file
 from .trace_extra import needs_trace_extra
 
 __all__ = ["import_profile"]
@@ -18,7 +19,9 @@ def import_profile(
         Path,
         typer.Argument(help="A profile of torch.profiler (JSON, also .gz) or of Nsight Systems (exported SQLite)."),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", parser=output_file, metavar="FILE", help="The file to write.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")] = False,
 ) -> int:
     """Convert a profile into a file of columns that the other commands read in a fraction of the time.
@@ -31,12 +34,14 @@ def import_profile(
 
     with needs_trace_extra():
         from ..trace.importers import read_profile
+        from ..trace.no_communication import no_communication_note
         from ..trace.profile import save
 
         if output.exists() and file.exists() and output.samefile(file):
             raise ConfigurationError(f"--output {output} is the profile itself; name another file")
         profile = read_profile(file)
         save(profile, output)
+        notes = profile.notes + no_communication_note(profile)
     activities = profile.activities
     window = float(activities.end.max() - activities.begin.min())
     summary = {
@@ -49,7 +54,7 @@ def import_profile(
         "ranges": len(profile.ranges),
         "window": window,
         "missing": profile.missing,
-        "notes": profile.notes,
+        "notes": notes,
     }
     if as_json:
         print(json.dumps(summary, indent=2))
@@ -58,6 +63,6 @@ def import_profile(
         f"{output}: {len(activities)} events on the GPU, {len(profile.calls)} calls, {len(profile.ranges)} ranges, "
         f"{window / 1000:.3f} ms ({profile.source})"
     )
-    for text in [f"not in the profile: {what}." for what in profile.missing] + profile.notes:
+    for text in [f"not in the profile: {what}." for what in profile.missing] + notes:
         print(f"note: {text}")
     return 0

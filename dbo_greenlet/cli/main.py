@@ -85,7 +85,9 @@ def _exit_code(error: BaseException) -> int:
     if message is not None:
         context = getattr(error, "ctx", None)
         path = "dbo-greenlet" if context is None else context.command_path
-        _say(f"{message().rstrip('.')} (see {path} --help)")
+        # Some versions of typer pass on how pydantic begins every message of a value.
+        said = message().replace(": Value error, ", ": ").rstrip(".")
+        _say(f"{said} (see {path} --help)")
     elif isinstance(error, (DboError, SchedulerInternalError)):
         _say(str(error))
     elif isinstance(error, ModuleNotFoundError):

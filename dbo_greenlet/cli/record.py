@@ -18,7 +18,7 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
 def record(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The program and its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The program and its arguments.")],
     output: Annotated[
         Path | None,
         typer.Option(

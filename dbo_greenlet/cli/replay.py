@@ -18,7 +18,7 @@ def replay(
         str, typer.Argument(metavar="TRACE|TEST", help="A trace of dbo-greenlet run; or a test, as pytest names it.")
     ],
     string: Annotated[
-        str | None, typer.Argument(metavar="[STRING]", help="With a test: the replay string that it printed.")
+        str | None, typer.Argument(metavar="STRING", help="With a test: the replay string that it printed.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="The checkpoint's folder, where it is not the recorded one.")
@@ -60,6 +60,10 @@ def replay(
 
 
 def _replay_job(file: Path, model: Path | None, run: str | None, as_json: bool, until: int | None) -> int:
+    from ..trace.not_ours import refuse_profile
+
+    # Before torch is loaded.
+    refuse_profile(file, "replay needs a trace of dbo-greenlet run")
     from ..job import process
     from ..job.replay import plan_replay
     from ..job.replay import replay as replay_plan

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .output_file import output_file
 from .step_range import step_range
 
 if TYPE_CHECKING:
@@ -49,11 +50,15 @@ def show(
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="PAGE", help="Write a page instead: zoom, search, details; it needs no network."
+            "--html",
+            parser=output_file,
+            metavar="PAGE",
+            help="Write a page instead: zoom, search, details; it needs no network.",
         ),
     ] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="PICTURE", help="Write a picture instead; needs matplotlib.")
+        Path | None,
+        typer.Option("--png", parser=output_file, metavar="PICTURE", help="Write a picture instead; needs matplotlib."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the records as JSON; of a page or a picture, what was written.")

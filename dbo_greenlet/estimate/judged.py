@@ -79,7 +79,7 @@ def judged_lines(judged: Sequence[Judged]) -> Iterable[str]:
         yield (
             f"  {step.rounds} of {step.tokens} tokens, {step.count} microbatches, {step.policy}, {step.carrier}: "
             f"{step.step / 1e3:.1f} ms, predicted {each.predicted / 1e3:.1f} ms "
-            f"({100 * (each.predicted / step.step - 1):+.0f} %){gain}"
+            f"({round(100 * (each.predicted / step.step - 1)):+d} %){gain}"
         )
 
 

@@ -52,4 +52,5 @@ def _exposed(option: Option) -> float:
 
 
 def _ms(us: float) -> str:
+    us = 0.0 if abs(us) < 50 else us  # rounding leaves a minus
     return f"{us / 1e3:.1f} ms" if us < 99_950 else f"{us / 1e3:.0f} ms"

@@ -20,7 +20,7 @@ _VERDICTS = {
 
 
 def render_setup(setup: Setup) -> str:
-    """What is estimated, on two lines."""
+    """What is estimated, on two lines, and on a third what a gain is."""
     shape, work, communication = setup.shape, setup.work, setup.communication
     link = communication.link
     what = f"prefill, prompts of {work.context}" if work.prefill else f"decode, context {work.context}"
@@ -28,7 +28,8 @@ def render_setup(setup: Setup) -> str:
         f"{shape.name}: {shape.moe_layers} layers with {shape.experts} experts (top {shape.top_k})"
         f"{f', {shape.dense_layers} without' if shape.dense_layers else ''}; {work.tokens} tokens a rank, {what}\n"
         f"{communication.ranks} ranks, {setup.gpu.name}; {communication.kind} over {link.name}, {link.gbs:.3g} GB/s, "
-        f"{link.latency_us:g} us; calibrated as {setup.engine.name!r}{_fitted(setup)}"
+        f"{link.latency_us:g} us; calibrated as {setup.engine.name!r}{_fitted(setup)}\n"
+        "gain: unsplit time over split time; below 1 splitting loses"
     )
 
 
@@ -51,7 +52,7 @@ def render_estimate(found: Estimate) -> str:
 def _row(option: Option) -> str:
     name = "unsplit" if option.count == 1 else f"{option.count} microbatches, {option.policy}"
     run = option.run
-    hidden = f"{100 * run.hidden / run.comm:.0f} %" if run.comm else "-"
+    hidden = f"{round(100 * run.hidden / run.comm)} %" if run.comm else "-"
     gain = f"{option.gain:6.2f}" if option.count > 1 else f"{'':6}"
     times = f"{run.compute / 1e3:8.2f} {run.comm / 1e3:8.2f}"
     return f"{name:32} {option.step / 1e3:9.2f} {gain} {times} {hidden:>7}"
@@ -59,9 +60,16 @@ def _row(option: Option) -> str:
 
 def verdict_sentence(found: Estimate) -> str:
     best, margin = found.best, found.setup.margin
-    percent = 100 * (best.gain - 1)
-    gain = f"{percent:+.0f} % (gain {best.gain:.2f}; within {margin:.2f} of 1 none is called)"
+    gain = f"{_length(best.gain)} (gain {best.gain:.2f}; within {margin:.2f} of 1 none is called)"
     return _VERDICTS[found.verdict].format(count=best.count, policy=best.policy, gain=gain)
+
+
+def _length(gain: float) -> str:
+    """What a gain does to the step's time, as the table has it."""
+    percent = round(100 * (1 / gain - 1))
+    if not percent:
+        return "a step of the same length"
+    return f"a step {abs(percent)} % {'longer' if percent > 0 else 'shorter'}"
 
 
 def render_threshold(found: Threshold) -> str:

@@ -12,6 +12,7 @@ What is in it:
     reader       a trace file, line by line or with an index of its steps
     files        what an argument of a command may be: files, folders, several of them
     file_kinds   traces of ours or profiles, and never both
+    not_ours     refusing a profile where only a trace of ours will do
     quick_records    its records as msgspec makes them: many times faster, for `diff` and `export`
     step_stream  its steps one after the other
     clocks       the clocks of ranks on one axis, from the collectives that they share
@@ -48,6 +49,7 @@ it; its modules are imported by name:
     step_columns     a trace of ours -> columns
     launches         which call launched what
     attribution      whose work it is: stage, layer, microbatch
+    no_communication that there is none, in words
     idle             why there was no compute, and how long launches took
     overlap          hidden and exposed communication
     critical_path    the chain that set a step's length, and what shortening each stage would give

@@ -32,7 +32,7 @@ from .schema import (
     from_json,
 )
 
-__all__ = ["StepTrace", "Trace", "TraceReader", "open_trace", "read_trace"]
+__all__ = ["StepTrace", "Trace", "TraceReader", "open_trace", "read_trace", "reason_unread"]
 
 # Longer than any record of a sane run; keeps a file that is no text at all from being read into memory as one line.
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -84,7 +84,7 @@ class TraceReader:
             with open_trace(self.path) as file:
                 yield from self._objects_in(file)
         except (EOFError, zlib.error, OSError) as error:
-            raise TraceFileError(f"{self.path}: {_reason(error)}") from error
+            raise TraceFileError(f"{self.path}: {reason_unread(error)}") from error
         if self.line == 0:
             why = (
                 "its first line is cut off; the run has only just started, or died"
@@ -333,7 +333,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _reason(error: EOFError | zlib.error | OSError) -> str:
+def reason_unread(error: EOFError | zlib.error | OSError) -> str:
+    """Why a file could not be read to its end, a clause."""
     if isinstance(error, EOFError):
         return "the gzip data ends in the middle; the copy is not whole"
     if isinstance(error, (zlib.error, gzip.BadGzipFile)):

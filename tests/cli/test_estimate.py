@@ -38,7 +38,8 @@ def test_what_is_printed() -> None:
         == "deepseek-v2-lite: 3 layers with 64 experts (top 6), 1 without; 64 tokens a rank, decode, context 64"
     )
     assert lines[1] == "2 ranks, H200; deepep_ll over nvlink, 150 GB/s, 25 us; calibrated as 'vllm-ll'"
-    assert lines[4].startswith("unsplit") and lines[4].split()[1] == "12.50"
+    assert lines[2] == "gain: unsplit time over split time; below 1 splitting loses"
+    assert lines[5].startswith("unsplit") and lines[5].split()[1] == "12.50"
     assert any(line.startswith("Do not split: the best is 2 microbatches") for line in lines)
     assert lines[-1] == (
         "--dbo-decode-token-threshold: no value up to 510 tokens a rank pays; leave --enable-dbo off for these steps"

@@ -241,7 +241,7 @@ def test_what_is_too_large_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "Missing argument 'COMMAND...'"),
+        ([], "Missing argument 'COMMAND'"),
         (["--", "no-such-program"], "no-such-program: no such command"),
         (["-o", "old", "--", "true"], "--output old holds a recording already, and ranks of two runs"),
         (["-o", "file.txt", "--", "true"], "--output file.txt is a file; name a folder, or a file that ends in .jsonl"),

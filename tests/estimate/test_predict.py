@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from dbo_greenlet.errors import ConfigurationError
 from dbo_greenlet.estimate import CARRIERS, Setup, estimate, make_setup
 from dbo_greenlet.estimate.predict import DO_NOT_SPLIT, SLOW_HOST, SPLIT, TOO_CLOSE, run_option, step_costs
 from dbo_greenlet.estimate.reason import reason
-from dbo_greenlet.estimate.text import render_estimate, render_setup, render_threshold
+from dbo_greenlet.estimate.text import render_estimate, render_setup, render_threshold, verdict_sentence
 from dbo_greenlet.estimate.threshold import threshold
 from tests.estimate.setups import lite
 
@@ -83,8 +84,10 @@ def test_more_receives_than_low_latency_takes_are_refused_by_what_they_are() -> 
 
 
 def test_an_extrapolated_calibration_is_named() -> None:
-    assert render_setup(lite(64)).endswith("calibrated as 'vllm-ll'")
-    assert render_setup(lite(64, ranks=4)).endswith("(on deepseek-v2-lite with 2 ranks: an extrapolation)")
+    assert render_setup(lite(64)).splitlines()[1].endswith("calibrated as 'vllm-ll'")
+    assert (
+        render_setup(lite(64, ranks=4)).splitlines()[1].endswith("(on deepseek-v2-lite with 2 ranks: an extrapolation)")
+    )
 
 
 def test_in_turn_is_never_better_than_unsplit() -> None:
@@ -153,4 +156,23 @@ def test_the_table_has_a_line_for_each_way() -> None:
     assert lines[0].split() == ["graph", "step,", "ms", "gain", "compute", "comm.", "hidden"]
     assert lines[1].startswith("unsplit ")
     assert lines[2].startswith("2 microbatches, round_robin ")
-    assert lines[4].startswith("Split: 2 microbatches, round_robin; expected +")
+    shorter = round(100 * (1 - found.best.step / found.unsplit.step))
+    assert shorter > 0
+    assert lines[4].startswith(f"Split: 2 microbatches, round_robin; expected a step {shorter} % shorter (gain 1.")
+
+
+@pytest.mark.parametrize(
+    ("gain", "change"),
+    [(0.5, "a step 100 % longer"), (1.25, "a step 20 % shorter"), (1.001, "a step of the same length")],
+)
+def test_the_verdict_says_what_the_gain_does_to_the_time(gain: float, change: str) -> None:
+    found = estimate(v3(256), (2,), ("round_robin",))
+    (option,) = found.options
+    assert f"{change} (gain {gain:.2f};" in verdict_sentence(replace(found, options=[replace(option, gain=gain)]))
+
+
+def test_nothing_is_minus_zero() -> None:
+    found = estimate(v3(256), (2,), ("round_robin",))
+    (option,) = found.options
+    barely = replace(option, run=replace(option.run, hidden=option.run.comm + 1e-9))
+    assert not re.search(r"-0(\.0+)?\b", render_estimate(replace(found, options=[barely])))

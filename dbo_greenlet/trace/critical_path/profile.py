@@ -14,6 +14,7 @@ from .. import intervals
 from ..attribution import Attribution, attribute
 from ..kernels import KernelTable
 from ..launches import Launches, find_launches
+from ..no_communication import WITH_A_TABLE, no_communication_note
 from ..profile import COPY, GRAPH, KERNEL, SET, Profile
 from ..profile_edges import wait_edges
 from ..profile_steps import steps_of
@@ -243,6 +244,7 @@ def _unreliable(profile: Profile, paths: ProfilePaths) -> list[str]:
 
 def _notes(profile: Profile, paths: ProfilePaths, counts: Counter[str]) -> list[str]:
     notes = [f"Not in the profile: {what}." for what in profile.missing]
+    notes += no_communication_note(profile, paths.found, paths.launches, advice=WITH_A_TABLE)
     inferred, possible = counts["inferred"], counts["possible"]
     if inferred or possible:
         notes.append(

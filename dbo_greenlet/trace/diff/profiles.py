@@ -21,6 +21,7 @@ from ..attribution import Attribution, attribute
 from ..idle import Idle
 from ..kernels import KernelTable
 from ..launches import find_launches
+from ..no_communication import WITH_A_TABLE, no_communication_note
 from ..overlap.profile import profile_overlap
 from ..overlap.report import OverlapReport
 from ..profile import Profile
@@ -110,6 +111,7 @@ class Side:
         sources, gpus: the profilers, and the GPUs.
         whole: times of the whole in microseconds, by name; see `WHOLE`.
         unreliable: why what of it must not be trusted, each as a sentence.
+        silent: of the profiles without communication, a sentence each.
     """
 
     path: str
@@ -117,6 +119,7 @@ class Side:
     gpus: list[str] = field(default_factory=list)
     whole: dict[str, float] = field(default_factory=dict)
     unreliable: list[str] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -207,7 +210,9 @@ class _Sums:
         self.stages: dict[str, Numbers] = {}
         self.by_stage: dict[tuple[str, str], float] = {}
         for profile in profiles:
-            found = attribute(profile, find_launches(profile), table)
+            launches = find_launches(profile)
+            found = attribute(profile, launches, table)
+            self.side.silent += no_communication_note(profile, found, launches, advice=WITH_A_TABLE)
             self._count(profile, found)
             self._measure(profile_overlap(profile, table, needs_communication=False))
             self.side.sources = list(dict.fromkeys([*self.side.sources, profile.source]))
@@ -281,4 +286,5 @@ def _notes(a: Side, b: Side, kernels: Sequence[KernelRow]) -> list[str]:
         )
     for name, side in (("A", a), ("B", b)):
         notes += [f"Unreliable in {name}: {why}." for why in side.unreliable]
+        notes += [f"{name}: {why}" for why in dict.fromkeys(side.silent)]
     return notes

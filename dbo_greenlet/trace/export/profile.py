@@ -29,6 +29,7 @@ from ..clocks.profiles import profiles_axis
 from ..importers import read_profile
 from ..kernels import KernelTable, function_name
 from ..launches import find_launches
+from ..no_communication import no_communication_note
 from ..profile import COPY, GRAPH, KERNEL, SET, Activities, Calls, Profile, Ranges
 from ..profile_edges import launch_edges, wait_edges
 from .items import FIRST_TRACK, FlowEnd, Item, Process, Slice
@@ -83,7 +84,8 @@ class ProfileModel:
     def __iter__(self) -> Iterator[Item]:
         profiles = [read_profile(path) for path in self.paths]
         for profile in profiles:
-            self.notes += [f"{profile.path}: {note}" if len(profiles) > 1 else note for note in profile.notes]
+            notes = profile.notes + self._silent(profile)
+            self.notes += [f"{profile.path}: {note}" if len(profiles) > 1 else note for note in notes]
         axis = profiles_axis(profiles, self._table)
         if len(profiles) > 1:
             self._axis_text = axis.text().splitlines()
@@ -100,6 +102,10 @@ class ProfileModel:
             yield Process(each.number + 1, each.number, each.name, (profile.source, *profile.gpus))
             clock = _Clock(axis.clocks[each.file].knots, zero)
             yield from _ProcessItems(profile, each, self._tracks, self._table, clock).items()
+
+    def _silent(self, profile: Profile) -> list[str]:
+        launches = find_launches(profile)
+        return no_communication_note(profile, attribute(profile, launches, self._table), launches)
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,8 @@ class JsonBlocks:
             if start[:1] == b"[":
                 return start[1:], b""
             if start[:1] != b"{":
+                if self._scalar(start):
+                    raise TraceFileError(f"{self.path}: JSON, but neither a trace nor a profile")
                 what = "is a binary file" if b"\0" in start[:4096] else "is not JSON"
                 raise TraceFileError(f"{self.path}: {what}; give a profile of torch.profiler or Nsight Systems")
             for match in _EVENTS.finditer(start):
@@ -159,6 +161,15 @@ class JsonBlocks:
                     return start[match.end() :], b"}"
             if not block or len(buffer) > LARGEST_PIECE_BYTES:
                 raise TraceFileError(f"{self.path}: {self._why_no_events(start)}")
+
+    @staticmethod
+    def _scalar(text: bytes) -> bool:
+        """Whether it is a number, a string, true, false or null, and nothing else."""
+        try:
+            msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            return False
+        return True
 
     def _document(self, text: bytes) -> Document | None:
         try:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from .. import intervals
 from ..kernels import KernelTable
+from ..no_communication import WITH_A_TABLE, no_communication_note
 from ..overlap.profile import profile_overlap
 from ..profile import KERNEL, Profile
 from .checks import Rule
@@ -46,9 +47,10 @@ def lint_profile(
     for rule in rules:
         look = PROFILE_RULES.get(rule.id)
         found.looked(rule, Missing(rule.on_profiles) if look is None else look(view))
+    silent = no_communication_note(profile, view.found, view.launches, advice=WITH_A_TABLE)
     ranks = sorted(int(rank) for rank in np.unique(profile.activities.rank))
     about = f"{len(profile.activities)} GPU events; rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return found.report(profile.path, profile.source, about, [*notes, *profile.notes])
+    return found.report(profile.path, profile.source, about, [*notes, *profile.notes, *silent])
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------------

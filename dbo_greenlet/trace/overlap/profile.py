@@ -11,6 +11,7 @@ from ..attribution import Attribution, attribute
 from ..idle import idle_time, launch_delay
 from ..kernels import STAGES, KernelTable
 from ..launches import Launches, find_launches
+from ..no_communication import WITH_A_TABLE, no_communication, some_names
 from ..profile import GRAPH, KERNEL, Profile
 from ..profile_steps import steps_of
 from .report import OverlapReport, Unreliable, View, Work, apart, measure, rows_by
@@ -47,7 +48,7 @@ def profile_overlap(
     found = attribute(profile, launches, table)
     unreliable = _graphs_unseen(profile, launches)
     if needs_communication and not found.communication.any() and not unreliable:
-        raise TraceFileError(f"{profile.path}: {_no_communication(found)}")
+        raise TraceFileError(f"{profile.path}: {no_communication(found)}{WITH_A_TABLE}")
     groups, group = profile.groups()
     shift, window = apart(group, activities.begin, activities.end)
     # A process with several GPUs has a rank on each, which nothing names; then the rows are by GPU.
@@ -175,18 +176,11 @@ def _launches_unseen(profile: Profile, found: Attribution, launches: Launches, e
     return out
 
 
-def _no_communication(found: Attribution) -> str:
-    text = "no communication in it: none of its kernels is known as one"
-    if found.doubtful:
-        text += f", though the name of {_some(found.doubtful)} looks like it"
-    return text + "; name yours in a TOML file (--kernels FILE)"
-
-
 def _notes(profile: Profile, found: Attribution, launches: Launches) -> list[str]:
     notes = [f"Not in the profile: {what}." for what in profile.missing]
     if found.doubtful:
         notes.append(
-            f"Counted as compute, though the name looks like communication: {_some(found.doubtful)}; "
+            f"Counted as compute, though the name looks like communication: {some_names(found.doubtful)}; "
             "a TOML file (--kernels) can say otherwise."
         )
     if fused := int(found.fused.sum()):
@@ -213,8 +207,3 @@ def _steps_and_host(profile: Profile, host_late: float) -> list[str]:
             "call of the host slower, so without one it is less."
         )
     return notes
-
-
-def _some(names: list[str]) -> str:
-    short = [name if len(name) <= 60 else name[:57] + "..." for name in names]
-    return short[0] if len(short) == 1 else f"{short[0]} (and {len(short) - 1} more)"
