@@ -62,7 +62,7 @@ def test_replay_of_a_file_that_is_not_whole(tmp_path: Path) -> None:
         (b"", "no trace yet: the file is empty"),
         (b"3", "the first record is no header"),
         (b'{"a": 1}\n', "the first record is no header"),
-        (gzip.compress(b"[1, 2]\n"), "the first record is no header"),
+        (gzip.compress(b"[1, 2]\n", mtime=0), "the first record is no header"),
     ],
 )
 def test_of_other_files_replay_says_what_it_said(tmp_path: Path, content: bytes, sentence: str) -> None:
