@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, help="folder of a trained checkpoint, for the accuracy rows")
     parser.add_argument("--logs", type=Path, default=Path("out/gpu_vllm_logs"))
     parser.add_argument("--gpus", type=int, choices=(1, RANKS), help="default: one for each rank if there are")
+    parser.add_argument("--requests", type=int, nargs="+", metavar="N", help="in flight on a rank, not the row's own")
     parser.add_argument("--only", nargs="*", metavar="MODE", help="sessions whose first mode is one of these")
     parser.add_argument("--together", type=int, default=3, help="sessions side by side where time does not matter")
     parser.add_argument("--minutes", type=float, default=60, help="limit for the whole sitting (default 60)")
@@ -357,6 +359,8 @@ def main() -> int:
     if unknown := [name for name in arguments.rows if name not in ROWS]:
         parser.error(f"no such row: {', '.join(unknown)} (--list prints them)")
     rows = [ROWS[name] for name in arguments.rows]
+    if arguments.requests:
+        rows = [replace(row, options=row.options | {"requests": arguments.requests}) for row in rows]
     if any(row.kind == "accuracy" for row in rows) and not arguments.checkpoint:
         parser.error("the accuracy rows need --checkpoint (scripts/train_checkpoint.py --preset vllm makes one)")
     if arguments.merge:

@@ -18,6 +18,9 @@ seconds, when each process is gone, the server's exit status and the lines of it
 A server's processes are forked (VLLM_WORKER_MULTIPROC_METHOD), because a start spends most of its time on the imports
 of one process after the other; where that fails, or with `--spawn`, they are spawned as by default.
 
+Where there is one GPU, or with `--gpus 1`, both ranks of each server share it and the row is filed as "... on one GPU":
+what ends, and how, can be read there, and times cannot, because the ranks take turns.
+
 Weights are drawn, so tokens mean nothing and times do. Exit status 0 when every server did what its row says, else 1.
 """
 
@@ -28,6 +31,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,10 +40,10 @@ from pathlib import Path
 from typing import Any
 
 import gpu_vllm_serve_faults as faults
-from gpu_vllm import EVERYWHERE, load, save
+from gpu_vllm import EVERYWHERE, gpus_to_use, load, save
 from gpu_vllm_engine import write_model
-from gpu_vllm_rows import model_config
-from gpu_vllm_serve_plugin import announce
+from gpu_vllm_rows import RANKS, model_config
+from gpu_vllm_serve_plugin import ONE_GPU, announce
 from gpu_vllm_serve_process import Client, Server, ServerFailed, wait_until_up
 from gpu_vllm_serve_rows import ROWS, ServeRow
 from gpu_vllm_serve_table import tables
@@ -61,6 +65,9 @@ class Sitting:
         self.rounds = arguments.rounds
         self.cpu = arguments.cpu
         self.environment = environment(arguments.site, arguments.cpu)
+        self.gpus = 0 if arguments.cpu else gpus_to_use(arguments.gpus, count_gpus())
+        if self.gpus == 1:
+            self.environment |= {ONE_GPU: "1", "NCCL_IB_DISABLE": "1"}
         # vLLM for the CPU only spawns.
         self.methods = ["spawn"] if arguments.spawn or arguments.cpu else ["fork", "spawn"]
         self.port = 8200
@@ -90,9 +97,14 @@ class Sitting:
         return self.deadline - time.monotonic()
 
     def _keep(self, row: ServeRow, entry: dict[str, Any]) -> None:
-        entry |= {"row": row.describe(), "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
+        entry |= {
+            "row": row.describe(),
+            "gpus": self.gpus,
+            "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+            "commit": os.environ.get("DBO_GREENLET_COMMIT", ""),
+        }
         results = load(self.json)
-        results["rows"][row.name] = entry
+        results["rows"][filed_under(row, self.gpus)] = entry
         save(self.json, results)
 
     def _run(self, row: ServeRow) -> dict[str, Any]:
@@ -199,6 +211,16 @@ class Sitting:
             self._keep(row, entry)
 
 
+def filed_under(row: ServeRow, gpus: int) -> str:
+    """The name of a row's results: those of ranks that shared a GPU do not replace those of ranks with one each."""
+    return f"{row.name} on one GPU" if gpus == 1 else row.name
+
+
+def count_gpus() -> int:
+    """How many GPUs the driver lists."""
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.count("GPU ")
+
+
 def environment(site: Path, cpu: bool) -> dict[str, str]:
     """What all servers and the client share."""
     scripts = str(Path(__file__).resolve().parent)
@@ -262,6 +284,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("out/gpu_vllm_serve_logs"))
     parser.add_argument("--minutes", type=float, default=30, help="limit for the whole sitting (default 30)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each load (default 3)")
+    parser.add_argument("--gpus", type=int, choices=(1, RANKS), help="default: one for each rank if there are")
     parser.add_argument("--spawn", action="store_true", help="start a server's processes as vLLM does by itself")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], metavar="FILE", help="take over results")
     parser.add_argument("--table", action="store_true", help="print the tables of what has been run")

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from gpu_vllm_engine import draw_weights
-from gpu_vllm_rows import INJECTED
+from gpu_vllm_rows import INJECTED, RANKS
 from gpu_vllm_serve_left import tell_when_asked
 
 FAULT_FILE = "GPU_VLLM_FAULT_FILE"
 PLACE = "GPU_VLLM_FAULT_PLACE"
+ONE_GPU = "GPU_VLLM_ONE_GPU"  # set: all ranks share the first one
 # Layer and microbatch that raise. The third layer of the second one: both ranks and the sibling have something under
 # way. The first layer, which has no experts, of the one that starts: of this step, nothing has been sent yet.
 PLACES = {"raise": (2, 1), "raise-early": (0, 0)}
@@ -40,7 +41,26 @@ def announce(folder: Path) -> None:
 def register() -> None:
     """vLLM's entry point; called several times in a process."""
     tell_when_asked()
+    if ONE_GPU in os.environ:
+        _share_the_first_gpu()
     draw_weights(afterwards=_fail_on_demand if FAULT_FILE in os.environ else None)
+
+
+def _share_the_first_gpu() -> None:
+    """Every rank gets GPU 0; vLLM itself refuses to name one twice (`--device-ids`).
+
+    NCCL refuses two ranks on one device of one host, so each process passes for a host of its own. Processes that are
+    forked later do not come here again.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs._resolve_device_ids = lambda _arguments: [0] * RANKS
+    _be_a_host_of_its_own()
+    os.register_at_fork(after_in_child=_be_a_host_of_its_own)
+
+
+def _be_a_host_of_its_own() -> None:
+    os.environ["NCCL_HOSTID"] = f"host{os.getpid()}"
 
 
 def _fail_on_demand(model: Any, rank: int) -> None:

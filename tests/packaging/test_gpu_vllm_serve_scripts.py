@@ -12,7 +12,7 @@ import bench_gpu_two_ranks
 import gpu_vllm_serve_faults
 import pytest
 from gpu_vllm_rows import DROP_IN, NO_DBO, THREADS
-from gpu_vllm_serve import write_tokenized
+from gpu_vllm_serve import filed_under, write_tokenized
 from gpu_vllm_serve_faults import KILLED, ruin, victim_of
 from gpu_vllm_serve_left import ASKED, STACKS_FILE, look
 from gpu_vllm_serve_plugin import FAULT_FILE, PLACE, PLACES, announce
@@ -20,6 +20,7 @@ from gpu_vllm_serve_process import Client, Server, ServerFailed, wait_until_up
 from gpu_vllm_serve_rows import FAULTS, METRICS, ROWS, TOTALS
 from gpu_vllm_serve_table import compare, main_thread, tables, totals
 
+SCRIPTS = os.environ | {"PYTHONPATH": os.path.dirname(bench_gpu_two_ranks.__file__)}
 STEPS = 'dbo_greenlet_steps_total{kind="eager",rank="0"}'
 BOTH = 'dbo_greenlet_steps_total{kind="eager",rank="1"}'
 VOTES = 'dbo_greenlet_decisions_total{rank="0",reason="split-decode",split="true"}'
@@ -87,10 +88,14 @@ class TestRows:
         assert THREADS in row.problem(entry("ll-eager", good | {THREADS: mode(counters={STEPS: 1.0})}), cpu=False)
 
     def test_a_client_that_got_no_error_is_a_problem(self):
-        ended = {"client_gets": "HTTP 500", "client_s": 1.0}
+        ended = {"fault": "kill", "client_gets": "HTTP 500", "client_s": 1.0}
         row = ROWS["kill"]
         assert row.problem(entry("kill", faults={"kill, threads": ended}), cpu=False) is None
-        assert "got no error" in row.problem(entry("kill", faults={"k": ended | {"client_gets": None}}), cpu=False)
+        silent = ended | {"client_gets": None}
+        assert "got no error" in row.problem(entry("kill", faults={"k": silent}), cpu=False)
+        engine = entry("kill", faults={"k": silent | {"fault": "kill-engine"}})
+        assert "got no error" in row.problem(engine | {"started": "spawn"}, cpu=False)
+        assert row.problem(engine | {"started": "fork"}, cpu=False) is None
 
     def test_what_is_ruined_has_a_server_and_was_prepared_for_it(self):
         for row in ROWS.values():
@@ -176,6 +181,35 @@ class TestModelFolder:
             [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True
         )
         assert said.stdout.strip() == "['gpu_vllm_serve_plugin:register']"
+
+    def test_every_process_of_a_shared_gpu_passes_for_a_host_of_its_own(self):
+        code = (
+            "import multiprocessing as m, os, gpu_vllm_serve_plugin as p\n"
+            "p._be_a_host_of_its_own(); os.register_at_fork(after_in_child=p._be_a_host_of_its_own)\n"
+            "read, write = os.pipe()\n"
+            "if os.fork() == 0: os.write(write, os.environ['NCCL_HOSTID'].encode()); os._exit(0)\n"
+            "print(os.environ['NCCL_HOSTID'], os.read(read, 100).decode())"
+        )
+        said = subprocess.run([sys.executable, "-c", code], env=SCRIPTS, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+        one, other = said.stdout.split()
+        assert one != other
+        assert one.startswith("host")
+
+    @pytest.mark.vllm
+    def test_all_ranks_get_the_first_gpu_where_they_share_it(self, tmp_path):
+        code = (
+            "from vllm.engine.arg_utils import EngineArgs\n"
+            "import gpu_vllm_serve_plugin as p; p._share_the_first_gpu()\n"
+            f"print(EngineArgs(model={str(tmp_path)!r})._resolve_device_ids())"
+        )
+        said = subprocess.run([sys.executable, "-c", code], env=SCRIPTS, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+        assert said.stdout.splitlines()[-1] == "[0, 0]"
+
+    def test_results_of_a_shared_gpu_stand_beside_those_of_two(self):
+        assert filed_under(ROWS["raise"], 1) == "raise on one GPU"
+        assert filed_under(ROWS["raise"], 2) == filed_under(ROWS["raise"], 0) == "raise"
 
 
 class TestProcesses:
