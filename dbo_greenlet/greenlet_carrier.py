@@ -51,12 +51,14 @@ def _refuse_to_yield(microbatch: Microbatch) -> Any:
 
 
 class GreenletMicrobatch(Microbatch):
-    __slots__ = ("ended", "greenlet", "parked", "stale", "switch", "to_hub")
+    __slots__ = ("ended", "greenlet", "parked", "safe_stack", "stale", "switch", "to_hub")
 
     def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
         super().__init__(index, entry, context)
         self.greenlet: Carrier | None = None
         self.parked = False  # inside a yield: the only place into which an error may be thrown
+        # Bytes of C stack with which the yield it is at was found free of C++ frames; None: ask `_safe_paths`.
+        self.safe_stack: int | None = None
         self.ended = False
         self.stale = False
         self.switch: Callable[[Any], Any] | None = None
@@ -86,6 +88,9 @@ class GreenletMicrobatch(Microbatch):
         self.parked = False
         if go is not _GO:
             self.refuse_resumption()
+
+    def found_safe(self, stack: int) -> None:
+        """The yield that it is at, with `stack` bytes of C stack, is free of C++ frames."""
 
     def refuse_resumption(self) -> NoReturn:
         raise ForeignSwitchError(
@@ -117,7 +122,8 @@ class GreenletMicrobatch(Microbatch):
 class Carrier(greenlet):  # type: ignore[misc]  # greenlet has no types
     """A greenlet that knows whom it carries, so that a yield finds its microbatch with one look."""
 
-    microbatch: GreenletMicrobatch | None = None
+    __slots__ = ("microbatch",)  # the attributes of a greenlet without it are in a dict, which is three more looks
+    microbatch: GreenletMicrobatch | None
 
 
 def _carry_one(_: object) -> object:
@@ -219,36 +225,42 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
         for each in step.microbatches:
             each.stream = stream_now
     check_choice, slice_ended, strict = step.check_choice, step.slice_ended, step.strict
-    microbatches, count, decisions, sites = step.microbatches, step.count, step.decisions, step.sites
+    microbatches: Sequence[Any] = step.microbatches
+    count, decisions, sites = step.count, step.decisions, step.sites
+    in_turn = getattr(choose, "in_turn", False) and not (strict or streams or begin_slice or end_slice or bracket)
     # What a yield costs is mostly what it touches: between two yields a model pushes this loop out of the processor's
     # caches, and a call that is avoided is a microsecond. Hence the common case of `check_choice` and `slice_ended`
     # stands here a second time.
     traced[0] = True
     while step.live:
-        index = choose()
-        microbatch: Any = microbatches[index] if index.__class__ is int and 0 <= index < count else None
-        if (
-            microbatch is None
-            or microbatch.done
-            or (index and microbatches[index - 1].slice_number <= microbatch.slice_number)
-        ):
-            microbatch = check_choice(index)
-        running[thread] = microbatch
-        traced[1] = index
-        microbatch.started = True
-        if microbatch.stream != stream_now:
-            streams.put(microbatch.stream)
-        if begin_slice is not None:
-            begin_slice(microbatch)
-        if bracket is not None:
-            this = Slice(index, microbatch.slice_number, len(decisions), microbatch.site)
-            bracket.begin(this)
-        if microbatch.saved_state is None:
-            arrived = microbatch.switch(_GO)
-            differs = not unchanged()
+        if in_turn:
+            microbatch, arrived, differs = _take_turns(step, unchanged, state, thread)
+            index, in_turn = microbatch.index, False
         else:
-            arrived = resume(microbatch, microbatch.switch, _GO)
-            differs = False
+            index = choose()
+            microbatch = microbatches[index] if index.__class__ is int and 0 <= index < count else None
+            if (
+                microbatch is None
+                or microbatch.done
+                or (index and microbatches[index - 1].slice_number <= microbatch.slice_number)
+            ):
+                microbatch = check_choice(index)
+            running[thread] = microbatch
+            traced[1] = index
+            microbatch.started = True
+            if microbatch.stream != stream_now:
+                streams.put(microbatch.stream)
+            if begin_slice is not None:
+                begin_slice(microbatch)
+            if bracket is not None:
+                this = Slice(index, microbatch.slice_number, len(decisions), microbatch.site)
+                bracket.begin(this)
+            if microbatch.saved_state is None:
+                arrived = microbatch.switch(_GO)
+                differs = not unchanged()
+            else:
+                arrived = resume(microbatch, microbatch.switch, _GO)
+                differs = False
         # Before anything that can raise: a microbatch that is unwound goes on on the stream that it left.
         if streams is not None:
             stream_now = stream_key()
@@ -262,9 +274,9 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
         if bracket is not None:
             _end_bracket(bracket, this, microbatch)
         if arrived is microbatch:
-            key = (microbatch.site, microbatch.greenlet._stack_saved)
-            if strict or key not in _safe_paths or not key[1]:
-                _refuse_unsafe(microbatch, key, state)
+            stack = microbatch.greenlet._stack_saved
+            if strict or (stack != microbatch.safe_stack and (microbatch.site, stack) not in _safe_paths):
+                _refuse_unsafe(microbatch, stack, state)
         elif microbatch.ended and arrived is _ENDED:
             microbatch.done = True
             step.live -= 1
@@ -290,6 +302,32 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
             end_slice(microbatch)
 
 
+def _take_turns(step: Step, unchanged: Callable[[], bool], state: SwitchState, thread: int) -> tuple[Any, Any, bool]:
+    """`_loop` for slices in ring order, as long as each ends at a yield with the thread as it was before.
+
+    Returns the first that ended otherwise, not recorded yet: its microbatch, what arrived, whether the state differs.
+    """
+    decisions, sites = step.decisions, step.sites
+    ring: Any = tuple(step.microbatches)
+    while True:
+        for microbatch in ring:
+            running[thread] = microbatch
+            traced[1] = index = microbatch.index
+            microbatch.started = True
+            arrived = microbatch.switch(_GO)
+            if not unchanged():
+                return microbatch, arrived, True
+            if arrived is not microbatch:
+                return microbatch, arrived, False
+            stack = microbatch.greenlet._stack_saved
+            if stack != microbatch.safe_stack and (microbatch.site, stack) not in _safe_paths:
+                _refuse_unsafe(microbatch, stack, state)
+            decisions.append(index)
+            sites.append(microbatch.site)
+            step.last = index
+            microbatch.slice_number += 1
+
+
 def _end_bracket(bracket: SliceBracket, this: Slice, microbatch: GreenletMicrobatch) -> None:
     this.end_site = "" if microbatch.ended else microbatch.site
     try:
@@ -307,14 +345,15 @@ def _raise_meddling(step: Step) -> None:
             raise microbatch.error
 
 
-def _refuse_unsafe(microbatch: GreenletMicrobatch, key: tuple[str, int], state: SwitchState) -> None:
+def _refuse_unsafe(microbatch: GreenletMicrobatch, stack: int, state: SwitchState) -> None:
     carrier = microbatch.greenlet
     if carrier is None:
         raise SchedulerInternalError("a parked microbatch has no greenlet")
     op = state.unsafe_call(carrier.gr_frame)
     if op is None:
-        if len(_safe_paths) < _MAX_SAFE_PATHS:
-            _safe_paths.add(key)
+        if stack and len(_safe_paths) < _MAX_SAFE_PATHS:
+            _safe_paths.add((microbatch.site, stack))
+            microbatch.found_safe(stack)
         return
     error = UnsafeYieldError(
         f"microbatch {microbatch.index} yielded at {microbatch.site!r} under the operator {op}, whose C++ frame would "

@@ -56,6 +56,8 @@ class RoundRobin:
                 if not microbatches[index].done:
                     return index
 
+        # For as long as no microbatch is done, a carrier knows the answers.
+        choose.in_turn = True  # type: ignore[attr-defined]
         return choose
 
     def __repr__(self) -> str:

@@ -130,9 +130,19 @@ def outside_a_step(calls: int) -> float:
 class FreeStream:
     """Stands for a stream where only the hand-off is timed."""
 
+    def wait_event(self, event: FreeEvent) -> None:
+        pass
+
+
+class FreeEvent:
+    """Stands for an event on such a stream."""
+
+    def record(self, stream: FreeStream) -> None:
+        pass
+
 
 def vllm_contexts(barrier: threading.Barrier) -> tuple[list[Any], FreeStream]:
-    """Two of vLLM's own `UBatchContext`, and the stream of both."""
+    """Two of vLLM's own `UBatchContext`, and the compute stream of both."""
     from vllm import forward_context
     from vllm.utils import torch_utils
     from vllm.v1.worker import ubatching
@@ -140,9 +150,9 @@ def vllm_contexts(barrier: threading.Barrier) -> tuple[list[Any], FreeStream]:
     stream = FreeStream()
     if not hasattr(torch_utils, "_current_stream_tls"):
         raise RuntimeError("this vLLM keeps its current stream in another place")
-    original_event, torch.Event = torch.Event, lambda *a, **k: object()
+    original_event, torch.Event = torch.Event, lambda *a, **k: FreeEvent()
     try:
-        contexts = ubatching.make_ubatch_contexts(2, stream, stream, [None, None], barrier)
+        contexts = ubatching.make_ubatch_contexts(2, stream, FreeStream(), [None, None], barrier)
     finally:
         torch.Event = original_event
     forward_context._forward_context = None

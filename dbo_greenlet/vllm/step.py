@@ -14,7 +14,7 @@ from ..schedule import Schedule
 from ..scheduler import Scheduler, StepResult
 from ..thread_state import TorchThreadState
 from .counters import counters
-from .ubatching import HostMicrobatch, current_stream, leave_slot, registered
+from .host_microbatch import HostMicrobatch, current_stream, leave, registered
 from .watched_events import watched_events
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _until_it_leaves(context: UBatchContext, call: Callable[[], Any]) -> Callabl
         try:
             return call()
         finally:
-            leave_slot(context)
+            leave(context)
 
     return entry
 

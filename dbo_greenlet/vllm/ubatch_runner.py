@@ -20,9 +20,9 @@ from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner
 
 from ..errors import ConfigurationError
 from .capture import captures_tolerate_other_threads, make_blas_handles
+from .host_microbatch import current_stream
 from .step import run_step
 from .swap import Swap, is_engaged
-from .ubatching import current_stream
 
 __all__ = ["replace", "restore"]
 

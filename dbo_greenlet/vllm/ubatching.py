@@ -23,10 +23,9 @@ microbatch runs, because others read them.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from sys import _getframe
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -34,161 +33,28 @@ from typing import Any
 import torch
 from greenlet import getcurrent
 from vllm import forward_context
-from vllm.utils import torch_utils
 from vllm.v1.worker import ubatching
 from vllm.v1.worker.ubatching import _CURRENT_CONTEXTS, _THREAD_ID_TO_CONTEXT, UBatchContext
 
 from ..errors import ForeignSwitchError
-from ..greenlet_carrier import _GO, Carrier, GreenletMicrobatch
+from ..greenlet_carrier import _GO, Carrier
 from ..step import running, traced
-from .sites import site_of
+from .host_microbatch import HostMicrobatch, current_stream, own_microbatch
+from .sites import passed_next
 
-__all__ = [
-    "HostContext",
-    "HostMicrobatch",
-    "current_stream",
-    "leave_slot",
-    "own_microbatch",
-    "registered",
-    "replace",
-    "restore",
-]
-
-_stream_note = getattr(torch_utils, "_current_stream_tls", None)
-
-
-def current_stream() -> Any:
-    """What vLLM's `current_stream` returns, without asking for the platform first: that takes it some 2 us a call.
-
-    vLLM notes each thread's stream when it is set. Only a thread that has none yet needs the platform's answer.
-    """
-    stream = getattr(_stream_note, "value", None)
-    return torch_utils.current_stream() if stream is None else stream
-
-
-class HostContext:
-    """What the scheduler and this package's own `dbo_*` functions need of a microbatch, on top of vLLM's context."""
-
-    __slots__ = ("host", "site", "thread")
-
-    def __init__(self, host: UBatchContext, thread: int) -> None:
-        self.host = host
-        self.thread = thread
-        self.site: str | None = None
-
-    def enter(self) -> None:
-        """What `UBatchContext.__enter__` does once it is its thread's turn."""
-        host = self.host
-        _THREAD_ID_TO_CONTEXT[self.thread] = host.id
-        host._restore_context()
-        host.update_stream(host.compute_stream)
-
-    def compute_scope(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.host.compute_stream)
-
-    def switch_to_comm(self) -> None:
-        self.host.switch_to_comm()
-
-    def switch_to_comm_sync(self) -> None:
-        self.host.switch_to_comm_sync()
-
-    def switch_to_compute(self) -> None:
-        self.host.switch_to_compute()
-
-    def switch_to_compute_sync(self) -> None:
-        self.host.switch_to_compute_sync()
-
-    def yield_and_switch_from_compute_to_comm(self, site: str) -> None:
-        self.site = site
-        self.host.yield_and_switch_from_compute_to_comm()
-
-    def yield_and_switch_from_comm_to_compute(self, site: str) -> None:
-        self.site = site
-        self.host.yield_and_switch_from_comm_to_compute()
-
-
-class HostMicrobatch(GreenletMicrobatch):
-    """A greenlet that carries one of vLLM's microbatches."""
-
-    __slots__ = ("passed",)
-
-    def __init__(self, index: int, entry: Callable[[], Any], context: Any) -> None:
-        super().__init__(index, entry, context)
-        self.passed: dict[str, int] = {}  # how often each kind of site was passed: the layer's number
-
-    def park(self, site: str) -> None:
-        """A yield through this package's own `dbo_yield`: also the stream is put back."""
-        stream = current_stream()
-        self.hand_over(site)
-        if current_stream() is not stream:
-            torch.cuda.set_stream(stream)
-        if self.outstanding:
-            self.run_outstanding()
-
-    def hand_over(self, site: str) -> None:
-        context = self.context
-        # What is current may be another one than the context's own: a model may have put one of its own on.
-        current = forward_context._forward_context
-        try:
-            super().hand_over(site)
-        finally:
-            # Also when the step is being unwound: blocks that clean up read these.
-            _THREAD_ID_TO_CONTEXT[context.thread] = self.index
-            forward_context._forward_context = current
-
-
-_CARRIED = "_dbo_greenlet_carried"  # in the __dict__ of a context that a greenlet carries
-
-
-@contextmanager
-def registered(contexts: list[UBatchContext]) -> Iterator[list[HostContext]]:
-    """All of a step's contexts are known to vLLM's tables before the first microbatch runs, and none afterwards."""
-    thread = get_ident()
-    outer = _THREAD_ID_TO_CONTEXT.get(thread)
-    slots = ubatching._CURRENT_CONTEXTS
-    before = list(slots)
-    for context in contexts:
-        slots[context.id] = context
-        context.__dict__[_CARRIED] = True
-    try:
-        yield [HostContext(context, thread) for context in contexts]
-    finally:
-        if outer is None:
-            _THREAD_ID_TO_CONTEXT.pop(thread, None)
-            for context in contexts:
-                leave_slot(context)
-                # What a parked runner with threads of its own has there is still alive; what an overlapping step of
-                # another thread had there may be over.
-                other = before[context.id]
-                if other is not None and _CARRIED not in other.__dict__:
-                    slots[context.id] = other
-        else:  # a step inside a microbatch
-            _THREAD_ID_TO_CONTEXT[thread] = outer
-            slots[:] = before
-
-
-def leave_slot(context: UBatchContext) -> None:
-    """vLLM's table no longer knows `context`; another one that has taken its place stays."""
-    slots = ubatching._CURRENT_CONTEXTS
-    if slots[context.id] is context:
-        slots[context.id] = None
-
-
-def own_microbatch(context: UBatchContext) -> HostMicrobatch | None:
-    """The microbatch of the step that this thread runs which `context` belongs to, None if it is of no such step."""
-    microbatch = running.get(get_ident())
-    if not isinstance(microbatch, HostMicrobatch) or microbatch.step is None:
-        return None
-    siblings: list[Any] = microbatch.step.microbatches
-    own = siblings[context.id] if context.id < len(siblings) else None
-    return own if own is not None and own.context is not None and own.context.host is context else None
-
-
-# -- what replaces vLLM's ---------------------------------------------------------------------------------------------
+__all__ = ["replace", "restore"]
 
 _HOST_GLOBALS = ubatching.__dict__
 _original_cpu_yield = UBatchContext.__dict__["_cpu_yield"]
 _original_current_stream = _HOST_GLOBALS["current_stream"]
+
+
+def _current_stream_in_a_step() -> Any:
+    """`current_stream` for vLLM's contexts, which mostly ask in the middle of a step."""
+    try:
+        return getcurrent().microbatch.streams["value"]
+    except (AttributeError, TypeError):
+        return current_stream()
 
 
 def _cpu_yield(self: UBatchContext) -> None:
@@ -202,14 +68,19 @@ def _cpu_yield(self: UBatchContext) -> None:
             )
         _original_cpu_yield(self)
         return
-    context = microbatch.context
-    site = context.site
-    if site is None:
-        site = site_of(microbatch.passed, sys._getframe(1))
-    else:
-        context.site = None
     if microbatch.greenlet is not carrier:
-        microbatch.yield_(site)  # from somebody else's greenlet: it says so
+        # From somebody else's greenlet: it says so.
+        microbatch.yield_(microbatch.said or passed_next(microbatch.passed, _getframe(1)).site)
+    if microbatch.said is None:
+        likely = microbatch.passed.likely
+        frame = _getframe(likely.depth)
+        if frame.f_code is not likely.code or frame.f_lasti != likely.instruction:
+            likely = passed_next(microbatch.passed, _getframe(1))
+        microbatch.passed = likely
+        microbatch.safe_stack = likely.safe_stack
+        site = likely.site
+    else:
+        site, microbatch.said, microbatch.safe_stack = microbatch.said, None, None
     # `HostMicrobatch.hand_over` once more, in one function: see the hub's loop for why. vLLM's methods choose the
     # stream when this returns.
     microbatch.site = site
@@ -218,7 +89,7 @@ def _cpu_yield(self: UBatchContext) -> None:
     try:
         go = microbatch.to_hub(microbatch)
     finally:
-        _THREAD_ID_TO_CONTEXT[context.thread] = self.id
+        _THREAD_ID_TO_CONTEXT[microbatch.thread] = microbatch.index
         forward_context._forward_context = current
     microbatch.parked = False
     if go is not _GO:
@@ -267,7 +138,7 @@ def _captured(event: Any) -> None:
 # The functions below lend their code: it runs with the globals of vLLM's module, so it may use only names that are
 # there too (which `replace` sees to for those that start with _dbo_greenlet).
 _dbo_greenlet_traced = traced
-_dbo_greenlet_note = _stream_note
+_dbo_greenlet_current = getcurrent
 _dbo_greenlet_register = _register_recv_hook
 _dbo_greenlet_captured = _captured
 _LENT = {name: value for name, value in globals().items() if name.startswith("_dbo_greenlet")}
@@ -319,8 +190,16 @@ def _method_of_current_context() -> Callable[..., None]:
 
     def call(*args: Any, **kwargs: Any) -> None:
         if _THREAD_ID_TO_CONTEXT:
-            index = _THREAD_ID_TO_CONTEXT.get(threading.get_ident())
-            context = None if index is None else _CURRENT_CONTEXTS[index]
+            # By the greenlet first: what the model has pushed out of the caches is dear, and vLLM's tables are more of
+            # it. They say when a microbatch has left, and know those on threads of their own.
+            try:
+                microbatch = _dbo_greenlet_current().microbatch
+                context = microbatch.host if microbatch.streams is not None else None
+            except AttributeError:
+                context = None  # no greenlet of ours, or of another step that the model runs
+            if context is None:
+                index = _THREAD_ID_TO_CONTEXT.get(threading.get_ident())
+                context = None if index is None else _CURRENT_CONTEXTS[index]
             if context is not None:
                 func(context, *args, **kwargs)
 
@@ -332,18 +211,24 @@ def _plain_yield() -> Callable[..., None]:
 
     def call() -> None:
         if _THREAD_ID_TO_CONTEXT:
+            # By the greenlet, and not by vLLM's tables as everywhere else: what the model has pushed out of the caches
+            # is dear, and the switch needs the greenlet anyway.
+            try:
+                microbatch = _dbo_greenlet_current().microbatch
+                streams, context = microbatch.streams, microbatch.host
+            except AttributeError:
+                streams = None  # no greenlet of ours, or of another step that the model runs
+            if streams is not None:
+                # `UBatchContext.yield_` without its four calls: each is one more piece of code that is cold by now.
+                stream = context.current_stream = streams["value"]
+                context._cpu_yield()
+                if streams["value"] is not stream:
+                    context.update_stream(stream)
+                return
             index = _THREAD_ID_TO_CONTEXT.get(threading.get_ident())
             context = None if index is None else _CURRENT_CONTEXTS[index]
             if context is not None:
-                stream = getattr(_dbo_greenlet_note, "value", None)
-                if stream is None:
-                    func(context)
-                    return
-                # `UBatchContext.yield_` without its four calls: each is one more piece of code that is cold by now.
-                context.current_stream = stream
-                context._cpu_yield()
-                if _dbo_greenlet_note.value is not stream:  # type: ignore[union-attr]
-                    context.update_stream(stream)
+                func(context)
 
     return call
 
@@ -382,7 +267,7 @@ def replace() -> None:
         original = function.__code__
         function.__code__ = code  # ValueError where the function closes over something else than it did
         _originals[name] = original
-    _HOST_GLOBALS["current_stream"] = current_stream
+    _HOST_GLOBALS["current_stream"] = _current_stream_in_a_step
     UBatchContext._cpu_yield = _cpu_yield  # type: ignore[method-assign]
     UBatchContext.recv_hook = property(_get_recv_hook, _set_recv_hook)  # type: ignore[assignment]
 
