@@ -20,7 +20,8 @@ def leave(kind: str, text: str = "") -> None:
 
     Args:
         kind: "scheduler" (one was made), "vllm" (the drop-in was loaded), "left" (a server runs its microbatches by
-            itself; the text says why) or "problem" (something was not written; the text says what).
+            itself; the text says why), "problem" (something was not written; the text says what) or "partial" (what of
+            a recording there is not, and why).
         text: one line.
     """
     if folder := os.environ.get(FOLDER):

@@ -49,6 +49,7 @@ __all__ = ["CARRIERS", "Scheduler", "StepResult"]
 if TYPE_CHECKING:
     from .devices import Device
     from .slice_bracket import SliceBracket
+    from .slice_ranges import SliceRanges
     from .trace.process_trace import ProcessTrace
 
 T = TypeVar("T")
@@ -172,6 +173,8 @@ class Scheduler:
             `recv_ran(owner, by)`, `event_captured(microbatch, event)`. Between slices the current stream is that of the
             slice. One that raises is taken off; one with `never_raises` is trusted not to.
 
+    Where a profiler of torch is on as a step begins, each slice gets a range in its trace: see `slice_ranges`.
+
     With DBO_GREENLET_TRACE in the environment, where the scheduler is made, its steps are recorded; `recording` is what
     does it (`trace.process_trace`), and otherwise None.
 
@@ -254,6 +257,8 @@ class Scheduler:
             if watch is not None:
                 instruments = [*instruments, *watch.instruments]
                 bracket = watch.bracket if bracket is None else bracket
+        if (ranges := _ranges_for_a_profiler(bracket)) is not None:
+            instruments, bracket = [*instruments, ranges], ranges
         hooks = StepHooks(instruments, self._pool, bracket)
         if hooks.instruments:
             step.on_register = hooks.teller("recv_registered")
@@ -316,6 +321,17 @@ def _torch_thread_state() -> Callable[[Device | None], SwitchState]:
     from .thread_state import TorchThreadState
 
     return TorchThreadState
+
+
+def _ranges_for_a_profiler(bracket: SliceBracket | None) -> SliceRanges | None:
+    """What writes a range for each slice, round `bracket`, where a profiler of torch is on; otherwise None."""
+    # Not imported: where nobody imported torch, none can be. A flag in a module, since this is asked in every step.
+    profiler: Any = sys.modules.get("torch.autograd.profiler")
+    if profiler is None or not getattr(profiler, "_is_profiler_enabled", False):
+        return None
+    from .slice_ranges import SliceRanges
+
+    return SliceRanges(bracket)
 
 
 def _raise_failed(step: Step, index: int, passed_on: tuple[type[Exception], ...]) -> None:

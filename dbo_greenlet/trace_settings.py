@@ -5,6 +5,7 @@ DBO_GREENLET_TRACE=DIR    record the steps of each process to JSON Lines in DIR
 DBO_GREENLET_TRACE_EVERY  every how-manieth step is recorded, default 100
 DBO_GREENLET_TRACE_MB     how much a rank may write in all, default 64
 DBO_GREENLET_TRACE_GPU=1  also when each slice ran on the GPU, where a step has CUDA streams of its own; not in vLLM
+DBO_GREENLET_TRACE_MEMORY=1  also what each operation reads, writes, frees and holds; not in vLLM
 
 `dbo-greenlet record` sets them.
 """
@@ -23,6 +24,9 @@ FOLDER = "DBO_GREENLET_TRACE"
 EVERY = "DBO_GREENLET_TRACE_EVERY"
 MEGABYTES = "DBO_GREENLET_TRACE_MB"
 GPU = "DBO_GREENLET_TRACE_GPU"
+MEMORY = "DBO_GREENLET_TRACE_MEMORY"
+
+_OFF = ("", "0", "off", "false", "no")
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,14 @@ class TraceSettings:
         every: every how-manieth step is recorded.
         megabytes: upper bound of a rank's traces together, in 10^6 bytes.
         gpu: whether slices are timed on the GPU.
+        memory: whether it is noted what operations do to memory.
     """
 
     folder: str | None = None
     every: int = 100
     megabytes: float = 64.0
     gpu: bool = False
+    memory: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> TraceSettings:
@@ -53,7 +59,8 @@ class TraceSettings:
             env.get(FOLDER) or None,
             int(_positive(env, EVERY, cls.every, whole=True)),
             _positive(env, MEGABYTES, cls.megabytes),
-            env.get(GPU, "").strip().lower() not in ("", "0", "off", "false", "no"),
+            env.get(GPU, "").strip().lower() not in _OFF,
+            env.get(MEMORY, "").strip().lower() not in _OFF,
         )
 
 

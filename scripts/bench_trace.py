@@ -182,10 +182,14 @@ def opt_in(steps: int) -> dict[str, float]:
             repeat=max(5, steps // 50),
         )
         figures[name] = low(times) * 1e6 / OPERATORS
+    lines = timeit.repeat(
+        timer=time.thread_time, stmt=lambda: memory.json_lines(step=0), number=1, repeat=max(5, steps // 50)
+    )
     return {
         "checksum of an output of [512, 2048] in float32": low(sums),
         "memory: an operator of 16 x 16 numbers, not noted": figures["plain"],
         "memory: the same, with what it reads, writes and frees": figures["noted"],
+        "memory: making its two lines, behind the step": low(lines) * 1e6 / OPERATORS,
     }
 
 

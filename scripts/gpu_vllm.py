@@ -35,7 +35,7 @@ from typing import Any
 
 import gpu_vllm_rank
 from gpu_vllm_engine import uses_drop_in, write_model
-from gpu_vllm_rows import RANKS, ROWS, Row, Session, model_config, requests_of
+from gpu_vllm_rows import MODES, RANKS, ROWS, Row, Session, model_config, requests_of
 from gpu_vllm_table import tables
 
 # Alike in all processes. Read when modules are imported, so set before the parent of the ranks starts.
@@ -345,6 +345,10 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("out/gpu_vllm_logs"))
     parser.add_argument("--gpus", type=int, choices=(1, RANKS), help="default: one for each rank if there are")
     parser.add_argument("--requests", type=int, nargs="+", metavar="N", help="in flight on a rank, not the row's own")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each mode, not the row's own")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, metavar="MODE", help="one session of these, not the row's own"
+    )
     parser.add_argument("--only", nargs="*", metavar="MODE", help="sessions whose first mode is one of these")
     parser.add_argument("--together", type=int, default=3, help="sessions side by side where time does not matter")
     parser.add_argument("--minutes", type=float, default=60, help="limit for the whole sitting (default 60)")
@@ -359,8 +363,10 @@ def main() -> int:
     if unknown := [name for name in arguments.rows if name not in ROWS]:
         parser.error(f"no such row: {', '.join(unknown)} (--list prints them)")
     rows = [ROWS[name] for name in arguments.rows]
-    if arguments.requests:
-        rows = [replace(row, options=row.options | {"requests": arguments.requests}) for row in rows]
+    own = {name: value for name in ("requests", "rounds") if (value := getattr(arguments, name))}
+    rows = [replace(row, options=row.options | own) for row in rows]
+    if arguments.modes:
+        rows = [replace(row, sessions=(tuple(arguments.modes),)) for row in rows]
     if any(row.kind == "accuracy" for row in rows) and not arguments.checkpoint:
         parser.error("the accuracy rows need --checkpoint (scripts/train_checkpoint.py --preset vllm makes one)")
     if arguments.merge:

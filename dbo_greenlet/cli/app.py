@@ -30,6 +30,9 @@ def _options(
 ) -> None:
     """Dual batch overlap with greenlets: run it, look at a step, replay a run.
 
+    A file that an option names to be written replaces one that is there, when there is something to put in its place;
+    never one that the command reads, and what keeps it from being written is said before the work begins.
+
     Exit codes: 0 all is well, 1 something was found, 2 the command could not run, 130 Ctrl-C,
     143 SIGTERM.
     """

@@ -118,7 +118,12 @@ def estimate(
     ] = None,
     split: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A trace of split steps, to see the error.", rich_help_panel=_MEASURED),
+        typer.Option(
+            metavar="FILE",
+            help="Split steps, to see the error: a trace of ours, or a profile whose ranges name microbatches (two "
+            "steps or more; needs --tokens).",
+            rich_help_panel=_MEASURED,
+        ),
     ] = None,
     kernels: Annotated[
         Path | None, typer.Option(metavar="TOML", help="Names of kernels in the profile.", rich_help_panel=_MEASURED)

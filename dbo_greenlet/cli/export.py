@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .output_file import output_file
+from .output_file import REPLACES, check_output, output_file
 from .step_range import step_range
 from .trace_extra import needs_trace_extra
 
@@ -33,7 +33,8 @@ def export(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", parser=output_file, metavar="FILE", help="The file to write.")
+        Path,
+        typer.Option("-o", "--output", parser=output_file, metavar="FILE", help=f"The file to write; {REPLACES}"),
     ],
     kind: Annotated[
         Format,
@@ -67,6 +68,8 @@ def export(
     from ..trace.export.write import export_trace
 
     wanted = None if steps is None else step_range(steps, "--steps")
+    reads = [(file, "the trace") for file in files]
+    check_output(output, "--output", reads if kernels is None else [*reads, (kernels, "the table of kernels")])
     write = write_chrome
     if kind is Format.perfetto:
         try:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .output_file import output_file
+from .output_file import REPLACES, check_output, output_file
 from .trace_extra import needs_trace_extra
 
 __all__ = ["import_profile"]
@@ -20,7 +20,8 @@ def import_profile(
         typer.Argument(help="A profile of torch.profiler (JSON, also .gz) or of Nsight Systems (exported SQLite)."),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", parser=output_file, metavar="FILE", help="The file to write.")
+        Path,
+        typer.Option("-o", "--output", parser=output_file, metavar="FILE", help=f"The file to write; {REPLACES}"),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")] = False,
 ) -> int:
@@ -30,15 +31,12 @@ def import_profile(
 
     Example: dbo-greenlet import rank0.pt.trace.json.gz -o rank0.npz
     """
-    from ..errors import ConfigurationError
-
+    check_output(output, "--output", [(file, "the profile")])
     with needs_trace_extra():
         from ..trace.importers import read_profile
         from ..trace.no_communication import no_communication_note
         from ..trace.profile import save
 
-        if output.exists() and file.exists() and output.samefile(file):
-            raise ConfigurationError(f"--output {output} is the profile itself; name another file")
         profile = read_profile(file)
         save(profile, output)
         notes = profile.notes + no_communication_note(profile)

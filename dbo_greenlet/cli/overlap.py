@@ -44,8 +44,8 @@ def overlap(
     """Measure how much communication compute hides, by stage, layer, microbatch and rank, and why there was no compute.
 
     Several files of one run are put on one axis by the collectives that they share, which tells what in a communication
-    is waiting for a late rank. Exit code 1: of some file neither what is hidden by kernels nor in flight is reliable,
-    and the report says why.
+    is waiting for a late rank. A share behind "<=" is an upper bound: a trace of ours without the GPU's times has no
+    other. Exit code 1: of some file no share can be trusted, not even as a bound ("?"), and the report says why.
 
     Example: dbo-greenlet overlap rank0.pt.trace.json.gz
     """
@@ -61,7 +61,7 @@ def overlap(
         from ..trace.importers import is_own_trace, read_profile
         from ..trace.kernels import KernelTable
         from ..trace.overlap.profile import profile_overlap
-        from ..trace.overlap.text import is_reliable, overlap_json, render_overlap, render_summary
+        from ..trace.overlap.text import overlap_json, render_overlap, render_summary, says_something
         from ..trace.overlap.trace import trace_overlap
         from ..trace.step_columns import read_columns
 
@@ -94,7 +94,7 @@ def overlap(
                 # Files that share nothing need not be of one run.
                 texts.append("\n".join(f"note: {note}" for note in [*notes, _APART]))
         print("\n\n\n".join(texts))
-    return 0 if all(is_reliable(report) for report in reports) else 1
+    return 0 if all(says_something(report) for report in reports) else 1
 
 
 def _axes(clocks: ProfileClocks, own: Sequence[Path]) -> list[tuple[CommonAxis, list[Collective], list[str]]]:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError
+from .output_file import REPLACES
 
 __all__ = ["CONTEXT_SETTINGS", "record"]
 
@@ -24,7 +25,8 @@ def record(
         typer.Option(
             "-o",
             "--output",
-            help="A folder, new or empty; or a new file that ends in .jsonl or .jsonl.gz, for all processes together.",
+            help="A folder, new or empty; or a file that ends in .jsonl or .jsonl.gz, for all processes together: "
+            f"{REPLACES}",
             show_default="dbo-trace-DATE-TIME",
         ),
     ] = None,
@@ -32,6 +34,15 @@ def record(
     gpu: Annotated[
         bool,
         typer.Option("--gpu", help="Also when each slice ran on the GPU. Every recorded step then ends with a wait."),
+    ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Also what each operation of torch in a step reads, writes, frees and holds, for `lint`. It costs "
+            "some 60 us an operation, so times mean little then (fewer steps: --every). Not of vLLM, nor of CUDA "
+            "graphs.",
+        ),
     ] = False,
     megabytes: Annotated[float, typer.Option(min=1.0, help="How much a process may write.")] = 4000.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was recorded as JSON.")] = False,
@@ -50,7 +61,7 @@ def record(
 
     if not command:
         raise ConfigurationError("there is no command to run; put it behind the options: record -o DIR -- python x.py")
-    with RecordOutput(output, every=every, gpu=gpu, megabytes=megabytes) as recording:
+    with RecordOutput(output, every=every, gpu=gpu, memory=memory, megabytes=megabytes) as recording:
         code = run_passing_on(command, recording.environment)
         found = recording.collect()
     if as_json:

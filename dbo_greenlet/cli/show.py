@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output_file import output_file
+from .output_file import REPLACES, check_output, output_file
 from .step_range import step_range
 
 if TYPE_CHECKING:
@@ -53,12 +53,17 @@ def show(
             "--html",
             parser=output_file,
             metavar="PAGE",
-            help="Write a page instead: zoom, search, details; it needs no network.",
+            help=f"Write a page instead: zoom, search, details; it needs no network. The file: {REPLACES}",
         ),
     ] = None,
     png: Annotated[
         Path | None,
-        typer.Option("--png", parser=output_file, metavar="PICTURE", help="Write a picture instead; needs matplotlib."),
+        typer.Option(
+            "--png",
+            parser=output_file,
+            metavar="PICTURE",
+            help=f"Write a picture instead; needs matplotlib. The file: {REPLACES}",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the records as JSON; of a page or a picture, what was written.")
@@ -85,6 +90,9 @@ def show(
         raise ConfigurationError("--lanes: a page and a picture are lanes; leave it out")
     if html is not None and wanted is not None:
         raise ConfigurationError("--layers: the page shows all layers, and finds one (layer 3); leave it out")
+    for option, output in (("--html", html), ("--png", png)):
+        if output is not None:
+            check_output(output, option, [(file, "the trace") for file in files])
     asked = Asked(files, numbers, run, rank, last)
     if html is not None:
         from .show_picture import write_html

@@ -28,6 +28,11 @@ _CARRIERS = {"thread": "threads"}  # a run's name -> its carrier
 # What `dbo-greenlet run` calls an all-to-all -> what it is here; NCCL's and Gloo's copies go over a comm stream.
 _ALL2ALLS = {"torch": "stream", "nccl": "stream", "loopback": "stream", "deepep_ll": "deepep_ll",
              "deepep_ht": "deepep_ht"}  # fmt: skip
+# The same for a vLLM server's; its other all-to-alls are no two messages over a wire, as the estimate has them.
+_BACKENDS = {"deepep_low_latency": "deepep_ll", "deepep_high_throughput": "deepep_ht"}
+# Reasons of a server's steps that were no batch of requests: those of its start, and those of a rank that has none and
+# runs along with tokens of its own making.
+_NO_BATCH = ("warm-up", "rank-idle")
 _ONE_NODE = 8  # ranks
 _NAMES = {
     (prefill, graph): f"{'prefill' if prefill else 'decode'}, {'graph' if graph else 'eager'}"
@@ -61,6 +66,7 @@ class TracedSteps:
         machine: values for `setup.make_setup` that the trace states of what it ran on.
         processor: what it ran on, as the trace has it; "" where it does not say.
         unknown: how many steps do not say how many requests they have, so that nobody knows whether they are prefills.
+        host_times: whether the times are a server's, which measures on the host and does not wait for the GPU.
     """
 
     unsplit: list[UnsplitStep]
@@ -69,17 +75,24 @@ class TracedSteps:
     machine: dict[str, Any] = field(default_factory=dict)
     processor: str = ""
     unknown: int = 0
+    host_times: bool = False
 
     def notes(self) -> list[str]:
-        """What has to be said of what was not read."""
-        return [] if not self.unknown else [_unknown(self.unknown) + "; these do not count."]
+        """What has to be said of how it was measured, and of what was not read."""
+        notes = [] if not self.unknown else [_unknown(self.unknown) + "; these do not count."]
+        if self.host_times:
+            notes.append(
+                "The steps are a server's, timed on the host around the call of the model: where the GPU was still at "
+                "work when it returned, they took longer."
+            )
+        return notes
 
 
 def read_steps(path: str | Path, *, prefill: bool, graph: bool, need_unsplit: bool = True) -> TracedSteps:
     """Medians of the steps of one kind, by tokens (of a rank) in groups of half a doubling.
 
     A decode step has as many tokens as requests; how many these are its requests say, or its slices. Steps that failed,
-    those whose times are not known, and those whose requests are not, do not count.
+    that ran for no request, or whose times or requests are not known, do not count.
 
     Args:
         path: a trace of ours, or a folder of the traces of ranks.
@@ -89,7 +102,7 @@ def read_steps(path: str | Path, *, prefill: bool, graph: bool, need_unsplit: bo
     Raises:
         TraceFileError: no trace, or one without such a step of that kind; names the file, and the kinds it has.
     """
-    model, processor, unknown = "", "", 0
+    model, processor, unknown, server = "", "", 0, False
     machine: dict[str, Any] = {}
     unsplit: dict[int, list[StepRecord]] = defaultdict(list)
     split: dict[tuple[int, int, str, str], list[StepRecord]] = defaultdict(list)
@@ -97,10 +110,13 @@ def read_steps(path: str | Path, *, prefill: bool, graph: bool, need_unsplit: bo
     for record in _records(path):
         if isinstance(record, HeaderRecord):
             model, machine, processor = _model(record), _machine(record), str(record.settings.get("processor") or "")
+            server = record.settings.get("engine") == "vllm"
         if not isinstance(record, StepRecord) or record.error is not None:
             continue
-        if record.tokens < 1 <= record.padded:
+        if record.tokens < 1 <= record.padded or record.reason in _NO_BATCH:
             continue  # a rank that ran along with the others, without a request of its own
+        if record.execution == "captured":
+            continue  # it took as long as the capture did
         kind = _kind(record)
         if kind is None:
             unknown += 1
@@ -130,6 +146,7 @@ def read_steps(path: str | Path, *, prefill: bool, graph: bool, need_unsplit: bo
         machine,
         processor,
         unknown,
+        server,
     )
 
 
@@ -184,6 +201,8 @@ def _machine(header: HeaderRecord) -> dict[str, Any]:
     machine: dict[str, Any] = {}
     if header.world > 0:
         machine["ranks"] = header.world
+    if (backend := _BACKENDS.get(str(header.settings.get("all2all_backend")))) is not None:
+        machine["all2all"] = backend
     kind = _ALL2ALLS.get(str(header.settings.get("all2all")))
     if kind is not None:
         # Only `dbo-greenlet run` says so; its ranks are of one host.

@@ -216,7 +216,8 @@ def _section(question: Question, graph: bool, counts: list[int], policies: Itera
     notes += _beside(next(iter(found.values())), timed=any(step.step for step in steps))
     split = traced.split if traced else []
     if question.split is not None:
-        split = _split_steps(question.split, setup)
+        split, said = _split_steps(question, question.split, setup)
+        notes += said
     # Another carrier is another question: --carrier asks it.
     mine = [step for step in split if step.carrier == setup.carrier.name]
     judged, said = judge(chosen, mine, [step for step in steps if step.step])
@@ -249,10 +250,28 @@ def _beside(found: Estimate, timed: bool) -> list[str]:
     ]
 
 
-def _split_steps(path: Path, setup: Setup) -> list[SplitStep]:
-    if not path.is_dir() and not is_trace(path):
-        raise TraceFileError(f"{path}: no trace of ours; --split takes one, with the same kind of steps split")
-    return read_steps(path, prefill=setup.work.prefill, graph=setup.graph, need_unsplit=False).split
+def _split_steps(question: Question, path: Path, setup: Setup) -> tuple[list[SplitStep], list[str]]:
+    """Those of `--split`, a trace of ours or a profile, and what is to be said of them."""
+    files, notes = expand([path])
+    if any(is_trace(file) for file in files):
+        return read_steps(path, prefill=setup.work.prefill, graph=setup.graph, need_unsplit=False).split, notes
+    from ..trace.importers import read_profile
+    from ..trace.kernels import KernelTable
+    from .split_profile import split_of_profile
+
+    profile = read_profile(files[0])
+    if "tokens" not in question.given():
+        raise ConfigurationError(f"{path} is a profile, which says not how many tokens a step has: --tokens")
+    if setup.graph:
+        why = f"{path}: of graphs a profile does not tell microbatches apart; give --split a trace of ours"
+        if question.execution == "graph":
+            raise TraceFileError(why)
+        return [], [f"The split steps are not compared as a graph: {why}."]
+    table = KernelTable(question.kernels)
+    if len(files) > 1:
+        notes.append(f"Of {path} only {files[0].name} was read.")
+    step, said = split_of_profile(profile, setup.work.tokens, setup.shape.moe_layers, setup.carrier.name, table)
+    return [step], notes + said
 
 
 def _unsplit(text: str, host_ms: float | None) -> UnsplitStep:

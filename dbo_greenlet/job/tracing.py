@@ -137,7 +137,7 @@ class RankTrace:
         if out.schedule is not None and out.execution == "eager":
             lines += self._recorder.json_lines(**who)
             if self._memory is not None:
-                lines += _lines(*self._memory.records(**who, origin_ns=origin))
+                lines += self._memory.json_lines(**who, origin_ns=origin)
         if out.timeline is not None:
             lines += _lines(*out.timeline.records(**who, origin_ns=origin))
         return lines

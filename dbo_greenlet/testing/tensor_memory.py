@@ -12,9 +12,8 @@ recorded step made. A storage that is resized lies elsewhere: from then on it is
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -83,8 +82,8 @@ class TensorMemory:
                 memory.written = known.written  # what was there came along
                 maker = "resize_"
             self._met(key, storage, memory, tensor, maker)
-        else:
-            memory.end = max(memory.end, end)  # resized where it lay
+        elif end > memory.end:
+            memory.end = end  # resized where it lay
         return memory
 
     def _met(self, key: int, storage: Any, memory: Memory, tensor: Tensor, maker: str) -> None:
@@ -97,9 +96,11 @@ class TensorMemory:
 
     def _forget(self, memory: Memory) -> None:
         del self._all[memory.number]
+        entry = (memory.address, memory.number)
         for starts in self._starts.values():
-            with suppress(ValueError):
-                starts.remove((memory.address, memory.number))
+            place = bisect_left(starts, entry)
+            if place < len(starts) and starts[place] == entry:
+                del starts[place]
 
     def _place(self, tensor: Tensor, address: int, end: int, maker: str) -> Memory:
         starts = self._starts.setdefault(tensor.device, [])
@@ -128,15 +129,20 @@ class TensorMemory:
 
     def access(self, tensor: Tensor, write: bool, *, partial: bool = False, maker: str = "") -> Access | None:
         """The access to all elements of `tensor`; None if there are none."""
-        if not tensor.numel():
-            return None
-        memory = self.find(tensor, maker)
-        if memory is None:
+        memory = self.find(tensor, maker) if tensor.numel() else None
+        return None if memory is None else self.access_in(memory, tensor, write, partial=partial)
+
+    def access_in(self, memory: Memory, tensor: Tensor, write: bool, *, partial: bool = False) -> Access | None:
+        """The same where it is known that `tensor` lies in `memory`."""
+        elements = tensor.numel()
+        if not elements:
             return None
         if write:
             memory.written = True
         size = tensor.element_size()
         begin = tensor.data_ptr() - memory.address
+        if tensor.is_contiguous():
+            return Access(memory, write, begin, begin + elements * size, partial)
         run, span, pitch = _extent(tensor.shape, tensor.stride())
         if not pitch:
             return Access(memory, write, begin, begin + run * size, partial)

@@ -28,11 +28,11 @@ left out. Events are noted by the `RecordingDevice`; an event that the model rec
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,10 @@ from ..devices import cpu_device
 from ..direct_gate import Gate
 from ..step import running
 from ..stream_program import Access, RecordingDevice, StreamProgram
-from .tensor_memory import TensorMemory
+from .tensor_memory import Memory, TensorMemory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["EMPTY", "TorchAccesses", "for_its_owner", "memory_of", "recorded_step"]
 
@@ -104,6 +107,7 @@ class TorchAccesses(TorchDispatchMode):
         self.device = device
         self.memory = memory_of(device)
         self._on_cpu = device.name == "cpu"
+        self._entered = 0  # how often it is entered now
 
     @property
     def program(self) -> StreamProgram:
@@ -118,70 +122,124 @@ class TorchAccesses(TorchDispatchMode):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             self.memory.name(tensor, name)
 
+    def __enter__(self) -> Self:
+        # torch keeps its compiler out of a mode's code, and loads it for that with the first operator: seconds, in the
+        # middle of the step. Where nobody has loaded it there is nothing to be kept out.
+        if "torch._dynamo" not in sys.modules:
+            self.__dict__["__torch_dispatch__"] = self._dispatched
+        self._entered += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered -= 1
+        if not self._entered:
+            # It refers to itself by it, and with it what it met would live until the garbage collector comes.
+            self.__dict__.pop("__torch_dispatch__", None)
+        super().__exit__(*error)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        return self._dispatched(func, types, args, kwargs)
+
+    def _dispatched(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):
+        plan = _plans.get(func) or _plan(func)
+        if plan is None:
             return func(*args, **kwargs)
         gate = func._op
         if type(gate) is Gate and gate._enabled():
             with self:
                 return gate._implementation(*args, **kwargs)
-        if self.memory.paused or func.namespace in ("prim", "c10d"):
+        if plan.passed or self.memory.paused:
             return func(*args, **kwargs)
-        if _is_composite(func):
+        if plan.composite:
             # Seen in inference mode only; taken apart, as outside of it, for what its parts do.
             with self:
                 return func.decompose(*args, **kwargs)
-        result = func(*args, **kwargs)
-        self._note(func, args, kwargs, result)
+        program = self.device.program
+        if program.clock is None:
+            result = func(*args, **kwargs)
+            self._note(func, args, kwargs, result)
+            return result
+        # It began before it is noted. (`since_now`, without its generator: this runs for every operator.)
+        before, program.began = program.began, program.clock()
+        try:
+            result = func(*args, **kwargs)
+            self._note(func, args, kwargs, result)
+        finally:
+            program.began = before
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        name = func._schema.name.partition("::")[2]
+        plan = _plans.get(func) or _plan(func)
+        if plan is None:
+            return
+        name = plan.name
         if name == "resize_":
             self.memory.find(args[0])  # it may lie elsewhere now
-        if name in EMPTY or name in _METADATA:
-            return
-        plan = _plan(func, name)
-        only_shape = name.endswith("_like") or name.startswith("new_")
-        given: list[Tensor] = []
-        reads: list[Tensor] = []
-        writes: list[tuple[Tensor, bool]] = []
-        for value, (mutated, read, partial) in _arguments(plan, args, kwargs):
-            for tensor in _tensors(value):
-                given.append(tensor)
-                if mutated:
-                    writes.append((tensor, partial))
-                if (read and not only_shape) or (
-                    partial and kwargs.get("accumulate", len(args) > 3 and args[3] is True)
-                ):
-                    reads.append(tensor)
-        made = list(_tensors(result))
-        if not self._on_cpu and not any(tensor.is_cuda for tensor in (*given, *made)):
+        if plan.touches_nothing:
             return
         memory = self.memory
-        old = {id(memory.find(tensor)) for tensor in given}
-        fresh = [tensor for tensor in made if id(memory.find(tensor, name)) not in old]
-        if made and not fresh and not writes:
+        find = memory.find
+        given: list[Tensor] = []
+        reads: list[tuple[Tensor, Memory]] = []
+        writes: list[tuple[Tensor, Memory, bool]] = []
+        works = False
+        old: set[int | None] = set()  # None: of what has no memory (an empty tensor)
+        for value, (mutated, read, partial) in _arguments(plan, args, kwargs):
+            if value is None or value.__class__ in _NO_TENSORS:
+                continue
+            read = (read and not plan.only_shape) or (
+                partial and kwargs.get("accumulate", len(args) > 3 and args[3] is True)
+            )
+            for tensor in (value,) if isinstance(value, Tensor) else _tensors(value):
+                given.append(tensor)
+                works |= mutated
+                if (found := find(tensor)) is None:
+                    old.add(None)
+                    continue
+                old.add(found.number)
+                if mutated:
+                    writes.append((tensor, found, partial))
+                if read:
+                    reads.append((tensor, found))
+        made = (result,) if isinstance(result, Tensor) else tuple(_tensors(result))
+        if not self._on_cpu and not any(tensor.is_cuda for tensor in (*given, *made)):
+            return
+        for tensor in made:
+            # What an operator gives back is memory of its arguments (a view, or what it wrote), or new.
+            found = find(tensor, name)
+            if (None if found is None else found.number) not in old:
+                works = True
+                if found is not None:
+                    writes.append((tensor, found, False))
+        if made and not works:
             return
         waits = self._host_waits(name, args, kwargs, given, made)
         accesses: dict[Access, None] = {}
-        for tensor in reads:
-            if (access := memory.access(tensor, False)) is not None:
+        for tensor, found in reads:
+            if (access := memory.access_in(found, tensor, False)) is not None:
                 accesses[access] = None
-        for tensor, partial in (*writes, *((each, False) for each in fresh)):
-            if (access := memory.access(tensor, True, partial=partial, maker=name)) is not None:
+        for tensor, found, partial in writes:
+            if (access := memory.access_in(found, tensor, True, partial=partial)) is not None:
                 accesses[access] = None
-        with for_its_owner(self.program):
-            self.device.work(name, tuple(accesses))
-            if waits:
-                stream = self.device.name_stream(self.device.current_stream())
-                self.program.add("host_wait", stream, f"the host reads {name}")
+        if (owner := _received_for()) is None:
+            self._add(name, tuple(accesses), waits)
+        else:
+            with self.program.on_behalf_of(owner):
+                self._add(name, tuple(accesses), waits)
+
+    def _add(self, name: str, accesses: tuple[Access, ...], waits: bool) -> None:
+        stream = self.device.work(name, accesses).stream
+        if waits:
+            self.program.add("host_wait", stream, f"the host reads {name}")
 
     def _host_waits(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor]
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: tuple[Tensor, ...]
     ) -> bool:
         if not self._on_cpu and len({tensor.is_cuda for tensor in (*given, *made)}) == 2:
             # Between device and host, either way.
@@ -222,45 +280,61 @@ def memory_of(device: RecordingDevice) -> TensorMemory:
     return memory
 
 
-@cache
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
 # Of an argument: whether it is mutated, read, and mutated only in part.
 _Way = tuple[bool, bool, bool]
-_plans: dict[Any, tuple[list[_Way], dict[str, _Way]]] = {}
 
 
-def _plan(func: Any, name: str) -> tuple[list[_Way], dict[str, _Way]]:
-    plan = _plans.get(func)
-    if plan is None:
-        positional: list[_Way] = []
-        named: dict[str, _Way] = {}
+class _Plan:
+    """What is known of an operator before it is called.
+
+    Attributes: `name`, `passed` (it is none that touches memory as far as anybody here knows), `composite` (it is made
+    of others), `touches_nothing` (but for what it makes), `only_shape` (of its arguments only their shapes matter),
+    `positional` and `named` (what it does to its arguments).
+    """
+
+    __slots__ = ("composite", "name", "named", "only_shape", "passed", "positional", "touches_nothing")
+
+    def __init__(self, func: Any) -> None:
+        self.name: str = func._schema.name.partition("::")[2]
+        self.passed = func.namespace in ("prim", "c10d")
+        self.composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        self.touches_nothing = self.name in EMPTY or self.name in _METADATA
+        self.only_shape = self.name.endswith("_like") or self.name.startswith("new_")
+        self.positional: list[_Way] = []
+        self.named: dict[str, _Way] = {}
         for argument in func._schema.arguments:
             mutated = argument.alias_info is not None and argument.alias_info.is_write
-            partial = mutated and name in _SCATTERED
+            partial = mutated and self.name in _SCATTERED
             if not mutated:
                 read = True
-            elif argument.kwarg_only or name in _REPLACING:
+            elif argument.kwarg_only or self.name in _REPLACING:
                 read = False  # out=, or replaced
             else:
-                read = not partial or name in _ADDING
+                read = not partial or self.name in _ADDING
             way = (mutated, read, partial)
-            named[argument.name] = way
+            self.named[argument.name] = way
             if not argument.kwarg_only:
-                positional.append(way)
-        plan = _plans[func] = (positional, named)
+                self.positional.append(way)
+
+
+_plans: dict[Any, _Plan] = {}
+# What most arguments are that are no tensors.
+_NO_TENSORS = frozenset({bool, int, float, torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+def _plan(func: Any) -> _Plan | None:
+    """The plan of an operator; None for what is none (a higher-order one, say)."""
+    if not isinstance(func, OpOverload):
+        return None
+    plan = _plans[func] = _Plan(func)
     return plan
 
 
-def _arguments(
-    plan: tuple[list[_Way], dict[str, _Way]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Any, _Way]]:
-    positional, named = plan
-    yield from zip(args, positional, strict=False)
-    for name, value in kwargs.items():
-        yield value, named[name]
+def _arguments(plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Any, _Way]]:
+    arguments: list[tuple[Any, _Way]] = list(zip(args, plan.positional, strict=False))
+    if kwargs:
+        arguments += [(value, plan.named[name]) for name, value in kwargs.items()]
+    return arguments
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -273,9 +347,16 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 def for_its_owner(program: StreamProgram) -> AbstractContextManager[None]:
     """What is noted inside is charged to the microbatch whose recv hook runs on this thread, if one does."""
+    owner = _received_for()
+    return nullcontext() if owner is None else program.on_behalf_of(owner)
+
+
+def _received_for() -> int | None:
+    """The microbatch whose recv hook runs on this thread, if one does."""
     microbatch = running.get(get_ident())
     if microbatch is not None and microbatch.step is not None:
         for each in microbatch.step.microbatches:
-            if any(receive.running for receive in each.outstanding):
-                return program.on_behalf_of(each.index)
-    return nullcontext()
+            for receive in each.outstanding:
+                if receive.running:
+                    return each.index
+    return None

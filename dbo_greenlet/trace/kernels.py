@@ -62,11 +62,19 @@ class KernelClass:
 
 @dataclass(frozen=True)
 class Annotation:
-    """What the name of a range says: "" or None where it does not."""
+    """What the name of a range says: "" or None where it does not.
+
+    Attributes:
+        stage, layer, microbatch: whose work is in it.
+        slice: the how-manieth slice of its microbatch it is, from 0; None for every other range.
+        site: of a slice, the yield site behind which it begins; "" where the microbatch starts.
+    """
 
     stage: str = ""
     layer: int | None = None
     microbatch: int | None = None
+    slice: int | None = None
+    site: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,10 @@ class KernelTable:
             if (match := rule.pattern.search(name)) is None:
                 continue
             groups = match.groupdict()
+            if groups.get("slice") is not None:
+                return Annotation(
+                    rule.stage, layer, _number(groups.get("microbatch")), int(groups["slice"]), groups.get("site") or ""
+                )
             stage = stage or rule.stage
             layer = _number(groups.get("layer")) if layer is None else layer
             microbatch = _number(groups.get("microbatch")) if microbatch is None else microbatch

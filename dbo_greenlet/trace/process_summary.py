@@ -19,6 +19,7 @@ class ProcessFile:
         rank, process: whose it is; process is 0 where the header does not say.
         steps, split, failed: how many steps, how many of them in microbatches, how many failed.
         slices, windows, gpu: how many slices, in-flight windows and times on the GPU.
+        operations: how many operations, events among them; 0 where what they do to memory was not noted.
         last: number of the last step; None where there is none.
         ended: whether the process ended in order, so that the trace is complete.
         error: what the process died of, as far as it could say.
@@ -32,6 +33,7 @@ class ProcessFile:
     failed: int = 0
     slices: int = 0
     windows: int = 0
+    operations: int = 0
     gpu: int = 0
     last: int | None = None
     ended: bool = False
@@ -44,7 +46,7 @@ def summarise(path: Path) -> ProcessFile:
     Raises:
         OSError: it cannot be read.
     """
-    counts = dict.fromkeys(("slice", "recv", "gpu"), 0)
+    counts = dict.fromkeys(("slice", "recv", "op", "gpu"), 0)
     steps: list[dict[str, Any]] = []
     header: dict[str, Any] = {}
     end: dict[str, Any] | None = None
@@ -62,15 +64,17 @@ def summarise(path: Path) -> ProcessFile:
                 else:
                     header = record
     about = header.get("settings", {}).get("trace", {})
+    about = about if isinstance(about, dict) else {}
     return ProcessFile(
         path=path,
         rank=header.get("rank", 0),
-        process=about.get("process", 0) if isinstance(about, dict) else 0,
+        process=about.get("process", 0),
         steps=len(steps),
         split=sum(bool(step["split"]) for step in steps),
         failed=sum(step["error"] is not None for step in steps),
         slices=counts["slice"],
         windows=counts["recv"],
+        operations=counts["op"] if about.get("memory") else 0,
         gpu=counts["gpu"],
         last=steps[-1]["step"] if steps else None,
         ended=end is not None,

@@ -30,16 +30,21 @@ from functools import partial
 from multiprocessing.util import Finalize
 from threading import Lock, get_ident, local
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import record_notes
 from ..errors import ConfigurationError
+from ..step import running
 from ..trace_settings import TraceSettings
+from .process_facts import found_rank_and_world, uncaught
 from .recorded_step import RecordedStep, StepDetails, described
 from .recorder import StepRecorder, make_header
 from .rolling import RollingTrace
 from .schema import EndRecord, StepRecord, to_json
 from .whole_file import WholeFile
+
+if TYPE_CHECKING:
+    from ..process_memory import ProcessMemory
 
 __all__ = ["ProcessTrace", "StepDetails", "end_process_trace", "process_trace"]
 
@@ -87,6 +92,8 @@ class ProcessTrace:
         self._rank_and_world: tuple[int, int] | None = None  # as a runner told them
         self._error: str | None = None
         self._timelines: dict[Any, Any] = {}
+        self._memories: dict[Any, list[ProcessMemory]] = {}  # device -> those that no step uses now
+        self._said_without_memory = False
         self._waiting: dict[int, RecordedStep] = {}  # by thread: has run, and is not over
         self._finalizer = Finalize(None, self.close, exitpriority=10)
 
@@ -192,7 +199,7 @@ class ProcessTrace:
         with self._lock:
             file, self._file = self._file, None
             if file is not None:
-                why = error or _uncaught() or self._error
+                why = error or uncaught() or self._error
                 file.write(_line(EndRecord(why is None, self._rank, why)))
                 file.close()
         self._finalizer.cancel()
@@ -227,6 +234,38 @@ class ProcessTrace:
             # A virtual device knows itself what is captured, and needs no torch to say it.
             self._timelines[device] = GpuTimeline(device, capturing=getattr(device, "capturing", None))
         return self._timelines[device]
+
+    def take_memory(self, device: Any) -> ProcessMemory | None:
+        """What notes what the operations of the step that begins do to memory; None where nothing is to, or can.
+
+        Args:
+            device: of the step's contexts; None where they have none.
+        """
+        # A step inside a step is seen by the outer one's recorder.
+        if not self.settings.memory or running.get(get_ident()) is not None:
+            return None
+        if "torch" not in sys.modules:
+            self._without_memory("the program has not imported torch")
+            return None
+        if getattr(device, "program", None) is not None:
+            self._without_memory("the program notes it itself, or its device is a virtual one")
+            return None
+        with self._lock:
+            if self._memories.get(device):
+                return self._memories[device].pop()
+        from ..process_memory import ProcessMemory
+
+        return ProcessMemory(device)
+
+    def _without_memory(self, why: str) -> None:
+        if not self._said_without_memory:
+            self._said_without_memory = True
+            record_notes.leave("partial", f"what operations do to memory is not recorded: {why}")
+
+    def give_back_memory(self, device: Any, memory: ProcessMemory) -> None:
+        """Its step is written."""
+        with self._lock:
+            self._memories.setdefault(device, []).append(memory)
 
     def take_recorder(self) -> StepRecorder:
         """A recorder that no step uses now: steps may run in several threads, and inside each other."""
@@ -269,7 +308,7 @@ class ProcessTrace:
                 self.give_up(file.problem)
 
     def _open(self, details: StepDetails | None) -> bool:
-        rank, world = self._rank_and_world or _found_rank_and_world()
+        rank, world = self._rank_and_world or found_rank_and_world()
         if details is not None and details.rank is not None and details.world is not None:
             rank, world = details.rank, details.world
         self._rank = rank
@@ -300,7 +339,8 @@ class ProcessTrace:
 
     def _about(self, part: int) -> dict[str, Any]:
         settings = self.settings
-        return {"every": settings.every, "megabytes": settings.megabytes, "part": part, "process": self._process}
+        about = {"every": settings.every, "megabytes": settings.megabytes, "part": part, "process": self._process}
+        return about | ({"memory": True} if settings.memory else {})
 
     def give_up(self, problem: str) -> None:
         """Record nothing more, and say why."""
@@ -346,26 +386,6 @@ def end_process_trace(error: BaseException | None = None) -> None:
     """For a process that leaves by `os._exit`, which runs no finalizers: end its trace, if it has one."""
     if _process_trace is not None:
         _process_trace.close(None if error is None else f"{type(error).__name__}: {error}")
-
-
-def _found_rank_and_world() -> tuple[int, int]:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    try:
-        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        return 0, 1
-    return (rank, world) if 0 <= rank < world else (0, 1)
-
-
-def _uncaught() -> str | None:
-    """The error that ends the program, which the interpreter keeps once it has printed it.
-
-    In a prompt or a notebook it is one that somebody saw and went on from.
-    """
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _line(record: Any) -> bytes:

@@ -1,8 +1,9 @@
 """Where `dbo-greenlet record` has a program record to, and what came of it.
 
 A folder is taken as it is. For a single file the processes write to a folder beside it, and their files are joined when
-the program has ended: a trace may hold several ranks. Two processes of one rank cannot be told apart in one file, so
-then the folder stays, and is said.
+the program has ended: a trace may hold several ranks. A file that is there already is replaced then, as by every
+command, and stays where nothing was recorded. Two processes of one rank cannot be told apart in one file, so then the
+folder stays, and is said.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ class RecordOutput:
     Args:
         output: a folder, new or without recordings; a file that ends in .jsonl or .jsonl.gz; None makes a folder in the
             working directory, named by the time.
-        every, gpu, megabytes: as `TraceSettings`.
+        every, gpu, memory, megabytes: as `TraceSettings`.
 
     Attributes:
         environment: the program's whole environment.
 
     Raises:
-        ConfigurationError: the folder or the file holds a recording already, or cannot be made or written.
+        ConfigurationError: the folder holds a recording already, or one of the two cannot be made or written.
     """
 
-    def __init__(self, output: Path | None, *, every: int, gpu: bool, megabytes: float) -> None:
+    def __init__(self, output: Path | None, *, every: int, gpu: bool, memory: bool, megabytes: float) -> None:
         if output is None:
             output = Path(f"dbo-trace-{datetime.now():%Y%m%d-%H%M%S}")
         self.output = output
@@ -83,6 +84,7 @@ class RecordOutput:
             trace_settings.EVERY: str(every),
             trace_settings.MEGABYTES: f"{megabytes:g}",
             trace_settings.GPU: "1" if gpu else "0",
+            trace_settings.MEMORY: "1" if memory else "0",
             record_notes.FOLDER: str(self._notes),
         }
 
@@ -90,9 +92,7 @@ class RecordOutput:
         if self._single:
             parent = self.output.parent
             if not parent.is_dir():
-                raise ConfigurationError(f"--output {self.output}: there is no folder {parent}")
-            if self.output.is_file() and self.output.stat().st_size:
-                raise ConfigurationError(f"--output {self.output} is there already; name another file, or remove it")
+                raise ConfigurationError(f"--output {self.output} cannot be written: its folder does not exist")
             return Path(tempfile.mkdtemp(prefix=f"{self.output.name}.", dir=parent))
         if self.output.exists() and not self.output.is_dir():
             raise ConfigurationError(

@@ -17,6 +17,7 @@ def summary_text(found: Recorded) -> str:
     lines = [f"Recorded to {found.output}:"]
     lines += [f"  {_process(each)}" for each in found.files]
     lines += [f"  problem: {text}" for text in found.notes.get("problem", ())]
+    lines += [f"  note: {text}" for text in found.notes.get("partial", ())]
     if found.problem is not None:
         lines.append(f"  {found.problem}")
     if found.steps:
@@ -34,6 +35,8 @@ def _process(each: ProcessFile) -> str:
     text = name + f"{_count(each.steps, 'step')}, {each.split} split, {_count(each.slices, 'slice')}"
     if each.windows:
         text += f", {_count(each.windows, 'window')} in flight"
+    if each.operations:
+        text += f", {_count(each.operations, 'operation')}"
     if each.gpu:
         text += f", {_count(each.gpu, 'GPU time')}"
     if each.failed:

@@ -13,6 +13,7 @@ from ..schedule import Schedule
 from .schema import StepRecord, to_json
 
 if TYPE_CHECKING:
+    from ..process_memory import ProcessMemory
     from ..step import Step
     from .process_trace import ProcessTrace
 
@@ -64,10 +65,10 @@ class RecordedStep:
     Where a runner described the step, its contexts have a twin of their device until the step is over, which tells of
     events (`StepRecorder.device`); it is over when the runner has joined the streams. A program that has only a
     scheduler may join them by any means, so of its steps no event is recorded: some of them would look like a join that
-    was left out.
+    was left out. (Where operations are noted as well, every event is: without, nothing would order them.)
 
     Attributes:
-        instruments: the instruments of the step: a recorder, and behind it this object.
+        instruments: the instruments of the step: a recorder, what notes the operations, and behind them this object.
         bracket: what times the slices on the GPU; None where nothing does.
     """
 
@@ -83,7 +84,7 @@ class RecordedStep:
         timed: bool,
     ) -> None:
         self._recorder = trace.take_recorder()
-        self.instruments = (self._recorder, self)
+        self.instruments: tuple[Any, ...] = (self._recorder, self)
         self.bracket: Any = None
         self._trace = trace
         self._number = number
@@ -92,6 +93,8 @@ class RecordedStep:
         self._policy = policy
         self._run_name = "dbo" if carrier == "greenlet" else carrier
         self._devices: list[tuple[Any, Any]] = []
+        self._memory: ProcessMemory | None = None
+        self._plain: Any = None  # the contexts' device
         self._in_graph = False
         self._schedule: Schedule | None = None  # of a step that did not fail
         trace.guarded(lambda: self._listen(contexts, timed))
@@ -99,17 +102,30 @@ class RecordedStep:
     def _listen(self, contexts: Sequence[Any], timed: bool) -> None:
         # Contexts of a host, which has no devices of ours, are left as they are.
         device = getattr(contexts[0], "device", None) if contexts else None
-        if device is None or any(getattr(each, "device", None) is not device for each in contexts):
+        if contexts and (device is None or any(getattr(each, "device", None) is not device for each in contexts)):
             return
-        self._devices = [(each, each.device) for each in contexts]
         self._in_graph = goes_into_a_graph(device)
+        if not self._in_graph:
+            self._note_memory(device)
+        self._devices = [(each, each.device) for each in contexts or ()]
+        if device is None:
+            return
         timeline = None if timed or self._in_graph else self._trace.timeline(getattr(device, "plain", device))
         if timeline is not None:
             self.bracket = timeline.eager(contexts)
-        if self._details is not None:
-            twin = self._recorder.device(contexts[0].device)
+        if self._memory is not None or self._details is not None:
+            twin = self._recorder.device(device) if self._memory is None else self._memory.device
             for each in contexts:
                 each.device = twin
+
+    def _note_memory(self, device: Any) -> None:
+        """Not of a step that goes into a graph: a capture is no place to try what others may do in it."""
+        self._plain = device
+        self._memory = self._trace.take_memory(device)
+        if self._memory is not None:
+            # It notes the events as well, and two lists of operations cannot be one.
+            self._recorder.event_captured = None  # type: ignore[method-assign, assignment]
+            self.instruments = (self._recorder, self._memory, self)
 
     def after_step(self, step: Step, error: BaseException | None) -> None:
         """The scheduler is done with it."""
@@ -125,6 +141,9 @@ class RecordedStep:
         for context, device in self._devices:
             context.device = device
         self._trace.guarded(self._write)
+        if self._memory is not None:
+            del self._recorder.event_captured
+            self._trace.give_back_memory(self._plain, self._memory)
         self._trace.give_back(self._recorder)
 
     def _write(self) -> None:
@@ -144,17 +163,22 @@ class RecordedStep:
         trace.write_step(record, self._lines, details)
 
     def _lines(self, number: int, rank: int) -> bytes:
-        lines = self._recorder.json_lines(step=number, rank=rank, run=self._run_name)
+        who: dict[str, Any] = {"step": number, "rank": rank, "run": self._run_name}
+        lines = self._recorder.json_lines(**who)
+        if self._memory is not None:
+            lines += self._memory.json_lines(**who, origin_ns=self._trace.origin_ns)
         if self.bracket is not None and self._schedule is not None:
-            origin = self._trace.origin_ns
-            timed = self.bracket.records(step=number, rank=rank, run=self._run_name, origin_ns=origin)
+            timed = self.bracket.records(**who, origin_ns=self._trace.origin_ns)
             lines += b"".join(to_json(each).encode("ascii") + b"\n" for each in timed)
         return lines
 
 
 def goes_into_a_graph(device: Any) -> bool:
-    """Whether what is enqueued on the device now is being captured, and runs later."""
+    """Whether what is enqueued on the device (None: on the current stream) is being captured, and runs later."""
     if (capturing := getattr(device, "capturing", None)) is not None:
         return bool(capturing())
     torch = sys.modules.get("torch")
-    return torch is not None and device.name.startswith("cuda") and bool(torch.cuda.is_current_stream_capturing())
+    if torch is None or not (device is None or device.name.startswith("cuda")):
+        return False
+    # Asked for nothing where no GPU was used yet: to ask would take hold of one.
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

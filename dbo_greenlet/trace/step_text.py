@@ -35,9 +35,9 @@ def render_step(
 ) -> str:
     """A recorded step as text: a heading, the timetable, the legend.
 
-    A step that was not split says why; one whose sites are no dispatches and combines is listed slice by slice, with
-    the reason. What a growing or cut trace does not hold (yet) is said; without slices there are no sites to draw a
-    timetable from, and then the microbatches are listed in the order of the recorded schedule.
+    A step that was not split says why, and how long it took; one whose sites are no dispatches and combines is listed
+    slice by slice, with the reason. What a growing or cut trace does not hold (yet) is said; without slices there are
+    no sites to draw a timetable from, and then the microbatches are listed in the order of the recorded schedule.
 
     Args:
         step: from `read_trace`.
@@ -109,13 +109,21 @@ def _body(step: StepTrace, layers: Collection[int] | None, width: int, shared_ex
     return lines
 
 
+def _length(step: StepTrace) -> list[str]:
+    """How long a step took of which nothing else was timed."""
+    record = step.record
+    if record is None or record.begin is None or record.end is None:
+        return []
+    return [f"took {(record.end - record.begin) / 1000:.3f} ms"]
+
+
 def _without_slices(step: StepTrace, width: int) -> list[str]:
     record = step.record
     if record is None:
         return ["its record and its slices are not in the trace (yet)"]
     reason = f": {record.reason}" if record.reason else ""
     if not record.split:
-        return [f"not split{reason}"]
+        return [f"not split{reason}", *_length(step)]
     if record.execution == "replayed":
         return [f"split{reason}; replayed from its graph, which runs no slices on the host"]
     lines = [f"split{reason}; its slices are not in the trace (yet)"]

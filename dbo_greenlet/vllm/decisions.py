@@ -21,6 +21,7 @@ from typing import Any
 from dbo_greenlet.batching.vote import RankVote, Veto
 from dbo_greenlet.vllm import reasons
 from dbo_greenlet.vllm.counters import counters
+from dbo_greenlet.vllm.model_calls import around_forward_context, around_replay
 
 __all__ = ["StepDecision", "install", "last", "listeners", "uninstall"]
 
@@ -45,6 +46,7 @@ class StepDecision:
         padded: the tokens that this rank runs, with all padding.
         tokens_of_ranks: each rank's `tokens`, where they could be read without waiting for a device; else None.
         voted: nanoseconds (`time.perf_counter_ns`) around the ranks' exchange, where the host waited for all of them.
+        requests: number of this rank's requests, where vLLM tells.
     """
 
     split: bool
@@ -53,6 +55,7 @@ class StepDecision:
     padded: int
     tokens_of_ranks: tuple[int, ...] | None
     voted: tuple[int, int] | None = field(default=None, compare=False)
+    requests: int | None = field(default=None, compare=False)
 
 
 listeners: list[Callable[[StepDecision], None]] = []
@@ -65,6 +68,7 @@ class _Now:
         self.last: StepDecision | None = None
         self.rows: reasons.Rows | None = None  # what the ranks sent in the vote that is running
         self.voted: tuple[int, int] | None = None  # when they did
+        self.requests: int | None = None  # of the batch that the vote is about
         self.starting_up = False
         self.dummy_run = False
         self.shared_prefix = False  # the runner has just refused to split for that reason
@@ -93,10 +97,12 @@ def install() -> None:
         _observe_v2_vote()
         for runner in (V1_RUNNER, V2_RUNNER):
             _replace(_attribute(runner, "GPUModelRunner"), "_dummy_run", _flagging("dummy_run"))
+        _replace(_attribute(V1_RUNNER, "GPUModelRunner"), "_determine_batch_execution_and_padding", _around_v1_dispatch)
         for name in ("determine_available_memory", "compile_or_warm_up_model"):
             _replace(_attribute(WORKER, "Worker"), name, _flagging("starting_up"))
         _replace(_attribute(V1_RUNNER, "GPUModelRunner"), "_allow_microbatching", _around_prefix_check)
-        _replace(_attribute(V2_GRAPHS, "ModelCudaGraphManager"), "run_fullgraph", _around_replay)
+        _replace(_attribute(V2_GRAPHS, "ModelCudaGraphManager"), "run_fullgraph", _while_on(around_replay))
+        _replace(sys.modules.get(V2_RUNNER), "set_forward_context", _while_on(around_forward_context))
     except Exception as error:
         _give_up("installing the observer of the vote", error)
 
@@ -193,6 +199,22 @@ def _decided_v1(arguments: dict[str, Any], answer: tuple[Any, ...]) -> None:
     )
 
 
+def _around_v1_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the method that votes: the vote itself is not told of the requests."""
+    names = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def determine_batch_execution_and_padding(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("num_reqs", dict(zip(names, args, strict=False)).get("num_reqs"))
+        _now.requests = given if isinstance(given, int) else None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _now.requests = None
+
+    return determine_batch_execution_and_padding
+
+
 def _around_prefix_check(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def allow_microbatching(*args: Any, **kwargs: Any) -> Any:
@@ -235,6 +257,7 @@ def _around_v2_vote(original: Callable[..., Any]) -> Callable[..., Any]:
             arguments = dict(zip(names, args, strict=False)) | kwargs
             # With an earlier answer there is no vote: a drafter goes by the decision of its step.
             if generation is _generation and arguments.get(reused) is None:
+                _now.requests = arguments["num_reqs"]
                 _decided_v2(arguments, answer[0])
         except Exception as error:
             _give_up("observing the vote", error)
@@ -266,21 +289,6 @@ def _decided_v2(arguments: dict[str, Any], description: Any) -> None:
         ranks=ranks,
         veto=veto,
     )
-
-
-def _around_replay(original: Callable[..., Any]) -> Callable[..., Any]:
-    generation = _generation
-
-    @functools.wraps(original)
-    def run_fullgraph(self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, desc, *args, **kwargs)
-        if generation is _generation and getattr(desc, "num_ubatches", 1) > 1:
-            from .step import count_replay
-
-            count_replay()
-        return output
-
-    return run_fullgraph
 
 
 # --- steps that serve nobody --------------------------------------------------------------------------------------
@@ -328,7 +336,7 @@ def _decided(
         reason = reasons.SHARED_PREFIX
     else:
         reason = explain()
-    decision = StepDecision(split, reason, tokens, padded, tokens_of_ranks, _now.voted)
+    decision = StepDecision(split, reason, tokens, padded, tokens_of_ranks, _now.voted, _now.requests)
     _now.last = decision
     counters.decided(split, reason)
     for listener in tuple(listeners):
@@ -355,6 +363,12 @@ def _keep_rows(generation: object, tensor: Any, begin: int) -> None:
 def _give_up(doing: str, error: Exception) -> None:
     uninstall()
     logger.warning("dbo_greenlet: steps are not counted by reason from here on; %s failed: %r", doing, error)
+
+
+def _while_on(around: Callable[[Any, Callable[[], bool]], Any]) -> Callable[[Any], Any]:
+    """`around` of a function that asks whether it is retired."""
+    generation = _generation
+    return lambda original: around(original, lambda: generation is _generation)
 
 
 def _replace(owner: Any, name: str, around: Callable[[Any], Any]) -> None:

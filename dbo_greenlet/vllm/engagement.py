@@ -15,7 +15,12 @@ from .. import record_notes
 from ..errors import ConfigurationError, NotEngagedError
 from .settings import Settings
 
-__all__ = ["decide", "logger", "look_at_flags"]
+__all__ = ["NO_MEMORY", "decide", "logger", "look_at_flags"]
+
+NO_MEMORY = (
+    "what operations do to memory is not recorded of vLLM's steps: many of its kernels (Triton's, compiled graphs) are "
+    "no operators of torch, so nobody sees what they read and write"
+)
 
 # Under vLLM's own logger, so that its handlers, format and level apply.
 logger = logging.getLogger("vllm.plugins.dbo_greenlet")
@@ -135,6 +140,9 @@ def _observe(
 
     if (running := recorded_to()) is not None:
         return running.path  # a second runner in this process
+    if settings.trace_memory:
+        logger.warning("%s", NO_MEMORY)
+        record_notes.leave("partial", NO_MEMORY)
     parallel = vllm_config.parallel_config
     trace = ServerTrace(
         settings.trace_dir,
@@ -153,8 +161,20 @@ def _observe(
             "prefill_threshold": parallel.dbo_prefill_token_threshold,
             "all2all_backend": parallel.all2all_backend,
             "model": str(getattr(vllm_config.model_config, "model", "")),
+            "processor": _processor(),
         },
     )
     record_to(trace)
     decisions.listeners.append(lambda decision: None if decision.split else trace.unsplit_step(decision))
     return None if trace.problem is not None else trace.path
+
+
+def _processor() -> str:
+    """What the model runs on, for people and for estimates; "" where vLLM does not know."""
+    from vllm.platforms import current_platform
+
+    try:
+        return str(current_platform.get_device_name())
+    except Exception:
+        # Whatever its driver's library raises: a name is no reason to leave the microbatches alone.
+        return ""

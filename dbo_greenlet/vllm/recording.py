@@ -6,8 +6,12 @@
 What is bounded is the work per step (`due` is a count and a comparison; the recorder only takes part in the steps that
 are recorded, and their lines are made and written after the step) and the space (`trace.rolling`). Split steps,
 replays of split steps and steps that were not split are counted apart, each kind from its own first one, so that a
-server that hardly ever splits still shows the steps that it did split. A step that fails is always written: whole if it
-was being recorded, otherwise as its step record with the error.
+server that hardly ever splits still shows the steps that it did split. A split step that fails is always written: whole
+if it was being recorded, otherwise as its step record with the error.
+
+Times are the host's: of a split step around the scheduler, of an eager unsplit one around the call of the model. On a
+GPU a step is over when the device is, which only the device knows, and asking it would make the server wait; so where
+the host is ahead of its GPU the times are too short. A replay returns at once, and has none.
 
 Nothing here raises: a server must not die of its own log. What keeps the trace from being written is logged, once, and
 the rest of the run goes unrecorded.
@@ -22,10 +26,12 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from multiprocessing.util import Finalize
 from threading import Lock
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..policy import RoundRobin
@@ -77,6 +83,8 @@ class ServerTrace:
         recorder: the instrument of the scheduler that runs the steps for which `due` says True, and of no other.
         path: the file that grows now; None where nothing is recorded.
         problem: None, or one sentence saying why nothing (more) is recorded. It was logged.
+        awaits_model: whether the step that runs now is an unsplit one that is to be recorded, and its model was not
+            called yet.
     """
 
     def __init__(
@@ -91,6 +99,8 @@ class ServerTrace:
     ) -> None:
         self.recorder = StepRecorder()
         self.problem: str | None = None
+        self.awaits_model = False
+        self._unsplit_record: StepRecord | None = None  # of the step that awaits its model
         self._every = every
         self._rank = rank
         self._process = os.getpid()
@@ -198,22 +208,65 @@ class ServerTrace:
 
     @_never_raises
     def unsplit_step(self, decision: StepDecision) -> None:
-        """Count a step that was not split, and write the first and every n-th of them, with the reason.
+        """Count a step that was not split; the first and every n-th of them is to be written, with the reason.
 
-        Its record has no times: the decision comes before the step runs, and when it is done only the device knows.
+        The decision comes before the step runs. It is written when its model has run (`model_call`, `model_graph`), or
+        without times when the next step begins and nobody has told.
         """
         number, self._unsplit = self._unsplit, self._unsplit + 1
         step = self._count()
         if self._trace is None or number % self._every:
             return
         tokens, padded = decision.tokens, decision.padded
-        self._write(_line(self._record(step, decision, tokens=tokens, padded=padded, split=False)))
+        record = self._record(step, decision, tokens=tokens, padded=padded, split=False)
+        if decision.requests is not None:
+            record = dataclasses.replace(record, slices=[[0, int(tokens), 0, int(decision.requests)]])
+        self._unsplit_record, self.awaits_model = record, True
+
+    @contextmanager
+    def model_call(self) -> Iterator[None]:
+        """Around the call of the model in an unsplit step that `awaits_model`: it is written, with times or its error.
+
+        What the model raises is raised. Only the first call of a step counts.
+        """
+        begin = perf_counter_ns()
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._model_called(begin, perf_counter_ns(), error)
+            error = None  # or it would hold itself, and the model's frames, by its traceback
+
+    @_never_raises
+    def model_graph(self, *, captured: bool) -> None:
+        """The unsplit step that `awaits_model` runs as a whole graph, now captured or replayed, and has no times."""
+        self._write_unsplit(execution="captured" if captured else "replayed")
+
+    @_never_raises
+    def _model_called(self, begin: int, end: int, error: BaseException | None) -> None:
+        if error is not None and self._unsplit_record is not None:
+            self._error = _error_text(error)
+        origin = self.recorder.origin_ns
+        self._write_unsplit(
+            execution="eager", begin=(begin - origin) / 1000, end=(end - origin) / 1000, error=self._error
+        )
+
+    def _write_unsplit(self, **known: Any) -> None:
+        """Write the unsplit step that waits to be, if one does, with what is known of it by now."""
+        record, self._unsplit_record = self._unsplit_record, None
+        self.awaits_model = False
+        if record is not None:
+            self._write(_line(dataclasses.replace(record, **known)))
 
     @_never_raises
     def close(self) -> None:
         """Write the end record and close the file. Also done when the process ends in order."""
         if self._trace is None or os.getpid() != self._process:
             return
+        self._write_unsplit()
         self._write(_line(EndRecord(self._error is None, self._rank, self._error)))
         with self._lock:
             trace, self._trace = self._trace, None
@@ -222,7 +275,8 @@ class ServerTrace:
         self._finalizer.cancel()
 
     def _count(self) -> int:
-        """The number of a step that begins."""
+        """The number of a step that begins. The one before it is over."""
+        self._write_unsplit()
         number, self._steps = self._steps, self._steps + 1
         self._error = None
         return number

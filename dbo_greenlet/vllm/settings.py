@@ -30,6 +30,7 @@ class Settings:
         trace_dir: the folder for traces, None records nothing.
         trace_every: every how-manieth step is recorded.
         trace_megabytes: upper bound of a rank's traces together, in 10^6 bytes.
+        trace_memory: whether what operations do to memory was asked for, which is not recorded here.
         problem: why nothing is recorded although a folder was named, or None. A mistake there does not keep the
             microbatches from running as greenlets.
     """
@@ -38,6 +39,7 @@ class Settings:
     trace_dir: str | None = None
     trace_every: int = TraceSettings.every
     trace_megabytes: float = TraceSettings.megabytes
+    trace_memory: bool = False
     problem: str | None = None
 
     @classmethod
@@ -53,7 +55,7 @@ class Settings:
             trace = TraceSettings.from_environment(env)
         except ConfigurationError as error:
             return cls(mode, problem=f"no step is recorded: {error}")
-        return cls(mode, trace.folder, trace.every, trace.megabytes)
+        return cls(mode, trace.folder, trace.every, trace.megabytes, trace.memory)
 
 
 def _mode(value: str) -> str:

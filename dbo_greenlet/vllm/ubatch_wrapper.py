@@ -1,8 +1,8 @@
 """vLLM's V1 runner, `UBatchWrapper`: who runs is replaced, what runs is not.
 
 Slicing, metadata, forward contexts, SM control, the decision which graph serves a step, the replay: all of it stays
-vLLM's. Two methods start threads, and those two are replaced; `__call__` is watched to count replays, and `__init__` to
-decide, once for each wrapper, whether it engages.
+vLLM's. Two methods start threads, and those two are replaced; `__call__` is watched to count replays and to time
+unsplit steps that are recorded, and `__init__` to decide, once for each wrapper, whether it engages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.v1.worker import gpu_ubatch_wrapper as host
 from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 
 from .capture import graph_capture, make_blas_handles
-from .step import count_replay, run_step
+from .step import count_replay, recorded_to, run_step
 from .swap import Swap, is_engaged
 
 __all__ = ["replace", "restore"]
@@ -28,10 +28,24 @@ def _call(self: UBatchWrapper, *args: Any, **kwargs: Any) -> Any:
     if is_engaged(self):
         context = get_forward_context()
         slices = context.ubatch_slices
-        full = slices is not None and context.cudagraph_runtime_mode is CUDAGraphMode.FULL
-        if full and sum(each.num_tokens for each in slices) in self.cudagraphs:
-            count_replay()
+        full = context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+        if slices is not None:
+            if full and sum(each.num_tokens for each in slices) in self.cudagraphs:
+                count_replay()
+        elif (trace := recorded_to()) is not None and trace.awaits_model:
+            # vLLM runs a batch eagerly for which it has a graph of microbatches.
+            if full and context.batch_descriptor.num_tokens not in self.cudagraphs:
+                trace.model_graph(captured=_is_new(self, context.batch_descriptor))
+            else:
+                with trace.model_call():
+                    return _swap.original["__call__"](self, *args, **kwargs)
     return _swap.original["__call__"](self, *args, **kwargs)
+
+
+def _is_new(self: UBatchWrapper, descriptor: Any) -> bool:
+    """Whether there is no graph yet for an unsplit batch: vLLM captures one then."""
+    entry = getattr(self.cudagraph_wrapper, "concrete_cudagraph_entries", {}).get(descriptor)
+    return getattr(entry, "cudagraph", None) is None
 
 
 def _run_ubatches(self: UBatchWrapper, ubatch_metadata: list[Any], model: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A program with schedulers, of no torch: what it does is its first argument."""
+"""A program with schedulers, of no torch but where it says so: what it does is its first argument."""
 
 from __future__ import annotations
 
@@ -94,6 +94,18 @@ elif what == "fork":
         steps(scheduler, 2)
         sys.exit(0)
     os.wait()
+elif what == "torch":
+    import torch
+
+    given = torch.ones(4, 8)
+
+    def doubling() -> None:
+        doubled = given * 2
+        dbo_yield("layer0.dispatch")
+        doubled.sum()
+
+    for _ in range(3):
+        scheduler.run([doubling, doubling])
 elif what == "left":
     from dbo_greenlet import record_notes
 

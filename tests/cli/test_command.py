@@ -89,7 +89,7 @@ def test_a_trace_is_not_written_over_its_prompts(tmp_path: Path) -> None:
     text = prompts.read_text(encoding="utf-8")
     (tmp_path / "link").symlink_to(prompts)
     done = in_process("run", "--prompts", prompts, "--trace", tmp_path / "link")
-    assert done.returncode == 2 and "which is the prompt file and would be overwritten" in one_sentence(done.stderr)
+    assert done.returncode == 2 and "is the prompt file itself; name another file" in one_sentence(done.stderr)
     assert prompts.read_text(encoding="utf-8") == text
 
 

@@ -96,8 +96,13 @@ def test_a_trace_of_ours(tmp_path: Path) -> None:
             RecvRecord(0, 0, "dbo", 0, "layer0.dispatch", 5.0, 1, 15.0, 0, 0),
         )
     done = in_process("overlap", file)
-    assert done.returncode == 1, "without the GPU's times it is a bound, and says so"
-    assert "unreliable (in flight): a slice on the host stands for compute" in done.stdout
+    assert done.returncode == 0, "without the GPU's times it is a bound, and says so"
+    assert re.search(r"^hidden +<= 50\.00 %$", done.stdout, re.MULTILINE)
+    assert "upper bound (in flight): a slice on the host stands for compute" in done.stdout
+    (as_json,) = json.loads(in_process("overlap", file, "--json").stdout)["reports"]
+    assert (as_json["reliable"], as_json["at_most"]) == (False, True)
+    summary = in_process("overlap", file, profile(tmp_path / "p.json")).stdout.split("\n\n\n")[-1].splitlines()
+    assert summary[1].split()[1:] == ["in", "flight", "0.010", ">=", "0.005", "<=", "50.00", "%", "0.015"]
     assert "a trace of dbo_greenlet already" in one_sentence(in_process("import", file, "-o", tmp_path / "o").stderr)
 
 

@@ -89,7 +89,7 @@ def test_traces_of_ours_of_two_ranks(tmp_path: Path) -> None:
 def test_files_of_two_runs_are_compared_and_not_aligned(tmp_path: Path) -> None:
     two = [trace(tmp_path / "a.jsonl", 0), trace(tmp_path / "b.jsonl", 0, origin=7)]
     done = in_process("overlap", *two)
-    assert done.returncode == 1 and "on a clock of its own" in done.stdout
+    assert done.returncode == 0 and "on a clock of its own" in done.stdout
     (axis,) = json.loads(in_process("overlap", "--json", *two).stdout)["axes"]
     assert axis["notes"] == [
         f"{two[0]} and {two[1]} both hold rank 0, so they are of two runs or two processes; name one of them."

@@ -98,7 +98,7 @@ def test_the_split_steps_may_be_in_another_file(tmp_path: Path) -> None:
     with pytest.raises(TraceFileError, match=r"unsplit.jsonl: no split decode step .* kinds: decode, eager$"):
         answer(Question(LITE_ON_TWO, file=unsplit, split=unsplit, **asked))  # type: ignore[arg-type]
     (tmp_path / "p.json").write_text("{}")
-    with pytest.raises(TraceFileError, match=r"p.json: no trace of ours"):
+    with pytest.raises(TraceFileError, match=r"p.json: JSON, but no profile"):
         answer(Question(LITE_ON_TWO, file=unsplit, split=tmp_path / "p.json", **asked))  # type: ignore[arg-type]
 
 

@@ -84,7 +84,7 @@ def test_a_window_that_stays_open(tmp_path: Path) -> None:
         "what microbatch 1 sent before 'layer0.combine' was never received, and the step is over"
     )
     assert missing(report) == {
-        "hook-not-run": "needs op records with sends and receives, which only `dbo-greenlet run --memory` has"
+        "hook-not-run": "needs op records with sends and receives, which only `dbo-greenlet record --memory` has"
     }
 
 
@@ -132,8 +132,8 @@ def test_hooks_by_the_events_alone_are_not_checked(tmp_path: Path) -> None:
     report = looked(tmp_path, low(ReceivesTwice), "hook-twice", "hook-after-use", memory=False)
     assert found(report) == [] and report.checked == []
     assert missing(report) == {
-        "hook-twice": "needs op records with sends and receives, which only `dbo-greenlet run --memory` has",
-        "hook-after-use": "needs op records of what operations read and write, which only `dbo-greenlet run "
+        "hook-twice": "needs op records with sends and receives, which only `dbo-greenlet record --memory` has",
+        "hook-after-use": "needs op records of what operations read and write, which only `dbo-greenlet record "
         "--memory` has",
     }
 

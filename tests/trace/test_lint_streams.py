@@ -188,7 +188,7 @@ def test_an_event_recorded_after_the_yield_by_the_events_alone(tmp_path: Path) -
         "waits for what microbatch 1 enqueued since the yield"
     )
     assert missing(report) == {
-        "event-after-yield": "needs op records of what was enqueued (`dbo-greenlet run --memory`); without, only "
+        "event-after-yield": "needs op records of what was enqueued (`dbo-greenlet record --memory`); without, only "
         "events were looked at that are recorded within 5 us of their slice's begin"
     }
     assert report.not_checked[0].checked == 1

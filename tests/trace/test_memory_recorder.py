@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from dbo_greenlet.errors import MicrobatchFailed
 from dbo_greenlet.memory_recorder import MemoryRecorder
 from dbo_greenlet.microbatch import make_ubatch_contexts
 from dbo_greenlet.trace import OpRecord
+from dbo_greenlet.trace.schema import to_json
 
 CARRIERS = pytest.mark.parametrize("carrier", ["greenlet", "thread"])
 
@@ -368,3 +371,35 @@ def test_sends_and_receives_of_a_layer_and_the_same_result(carrier: str) -> None
         assert receive.of is not None and receive.at is not None
         sent = sends[receive.of]
         assert (sent.name, sent.ubatch) == (receive.name, receive.owner) and (sent.at or 0) < receive.at
+
+
+def test_lines_are_those_of_the_records() -> None:
+    def entry() -> None:
+        rows = torch.zeros(6, 4)
+        rows.index_add_(0, torch.tensor([1, 2]), torch.ones(2, 4))
+        rows.t()[1].add_(1)
+        dbo_yield("a")
+        float(rows.sum())
+
+    memory = MemoryRecorder()
+    records = run(memory, entry, entry)
+    assert {record.op for record in records} == {"work", "free", "host_wait"}
+    lines = memory.json_lines(step=0)
+    assert lines == "".join(to_json(each) + "\n" for each in records).encode("ascii")
+
+
+def test_recording_does_not_load_the_compiler_and_leaves_nothing_to_the_collector() -> None:
+    """torch loads it to keep it out of a mode's code: seconds, in the middle of the first step."""
+    code = (
+        "import gc, sys, weakref, torch\n"
+        "from dbo_greenlet.testing.torch_accesses import recorded_step\n"
+        "gc.disable()\n"
+        "with recorded_step() as recording:\n"
+        "    torch.ones(2) + 1\n"
+        "names = [each.name for each in recording.program.operations]\n"
+        "gone = weakref.ref(recording)\n"
+        "del recording\n"
+        "print(names, gone() is None, 'torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("['ones', 'add'] True False\n", "")

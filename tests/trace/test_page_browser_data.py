@@ -110,7 +110,7 @@ def test_a_trace_without_slices(browser: Browser, tmp_path: Path) -> None:
         )
     browser.open(page_of(path))
     assert browser.run("return timeline.trace.slices") == 1
-    assert browser.text("#timetable") == "step 0, rank 0, run unsplit: 8 tokens\nnot split: too few"
+    assert browser.text("#timetable") == "step 0, rank 0, run unsplit: 8 tokens\nnot split: too few\ntook 0.008 ms"
     browser.press("w", "0", "n", "f", "\ue014", "/")
     assert browser.search("layer 3") == "0 found"
     quiet(browser)

@@ -315,6 +315,8 @@ def test_a_subclass_that_keeps_the_methods_engages_and_another_does_not(gpu, pas
 
 
 def test_a_trace_is_recorded_where_the_environment_says_so(gpu, passing_selftest, monkeypatch, tmp_path):
+    from vllm.platforms import current_platform
+
     from dbo_greenlet.trace import read_trace
 
     folder = tmp_path / "traces"
@@ -329,12 +331,21 @@ def test_a_trace_is_recorded_where_the_environment_says_so(gpu, passing_selftest
     step.record_to(None)
     assert counters.snapshot()["executed"]["eager"] == 4
     (file,) = Path(folder).glob("*.jsonl")
+    assert read_trace(file).header.settings["processor"] == current_platform.get_device_name()
     steps = [s for s in read_trace(file).steps.values() if s.record is not None and s.record.split]
     assert len(steps) == 2
     for each in steps:
         assert [s.site for s in each.slices if s.ubatch == 0] == [
             "layer0.dispatch", "layer0.combine", "layer1.dispatch", "layer1.combine", ""
         ]  # fmt: skip
+
+
+def test_a_driver_that_cannot_name_its_gpu_stops_nobody(monkeypatch):
+    from vllm.platforms import current_platform
+
+    unnamed = classmethod(lambda cls, device_id=0: 1 / 0)  # a driver's library raises errors of its own kind
+    monkeypatch.setattr(type(current_platform), "get_device_name", unnamed)
+    assert engagement._processor() == ""
 
 
 # -- the front end ---------------------------------------------------------------------------------------------------

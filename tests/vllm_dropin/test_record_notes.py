@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from dbo_greenlet import record_notes
-from dbo_greenlet.vllm import engagement, plugin
+from dbo_greenlet.vllm import engagement, plugin, step
+from dbo_greenlet.vllm.settings import Settings
 from tests.vllm_dropin import drive
 
 pytestmark = pytest.mark.vllm
@@ -37,3 +38,18 @@ def test_nobody_is_told_where_nobody_records(notes, monkeypatch):
     monkeypatch.delenv(record_notes.FOLDER)
     engagement.look_at_flags(drive.vllm_config(), enable_dbo=True, ubatch_size=0)
     assert notes() == {}
+
+
+def test_that_memory_is_not_recorded_of_its_steps(notes, monkeypatch, tmp_path, caplog):
+    folder = tmp_path.with_name(f"{tmp_path.name}-traces")
+    monkeypatch.setenv("DBO_GREENLET_TRACE", str(folder))
+    monkeypatch.setenv("DBO_GREENLET_TRACE_MEMORY", "1")
+    settings = Settings.from_environment()
+    assert settings.trace_memory
+    try:
+        with caplog.at_level("WARNING", logger=engagement.logger.name):
+            path = engagement._observe(drive.vllm_config(), settings, 0, 1, "V1", "0.32.0")
+    finally:
+        step.record_to(None)
+    assert path is not None, "the rest is recorded"
+    assert notes()["partial"] == [engagement.NO_MEMORY] and engagement.NO_MEMORY in caplog.text

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM, which is driven here (make test-vllm)")
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from vllm.config import CUDAGraphMode, ParallelConfig
+from vllm.forward_context import (
+    BatchDescriptor,
+    create_forward_context,
+    get_forward_context,
+    override_forward_context,
+)
+from vllm.v1.worker import dp_utils as v1_votes
+from vllm.v1.worker import gpu_model_runner as v1_runner
+from vllm.v1.worker.gpu import cudagraph_utils as v2_graphs
+from vllm.v1.worker.gpu import model_runner as v2_runner
 
 from dbo_greenlet.errors import MicrobatchFailed
 from dbo_greenlet.trace import OpRecord, Trace, read_trace
@@ -173,3 +188,137 @@ def test_steps_are_counted_by_how_they_ran(runner: str) -> None:
     finally:
         decisions.uninstall()
         counters.reset()
+
+
+# -- steps that are not split --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(trace: ServerTrace):
+    """The observers and the trace, as `engagement` puts them on."""
+    record_to(trace)
+    decisions.install()
+    decisions.listeners.append(lambda decision: None if decision.split else trace.unsplit_step(decision))
+    try:
+        yield trace
+    finally:
+        decisions.uninstall()
+        decisions.listeners.clear()
+        counters.reset()
+
+
+def below_the_threshold(tokens: int, requests: int) -> None:
+    """Both runners' way to their vote, for a batch that is not split, on two ranks that have the same one."""
+    own = ParallelConfig(
+        data_parallel_size=2, data_parallel_rank=0, ubatch_size=2, dbo_decode_token_threshold=10**6,
+        dbo_prefill_token_threshold=10**6, disable_nccl_for_dp_synchronization=True,
+    )  # fmt: skip
+    groups = SimpleNamespace(cpu_group=None, device_group=None, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(v1_votes, "get_dp_group", lambda: groups)
+        patch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor[:, 1].copy_(tensor[:, 0]))
+        runner = SimpleNamespace(
+            _is_uniform_decode=lambda **_: tokens == requests,
+            uniform_decode_query_len=1,
+            model_config=SimpleNamespace(is_encoder_decoder=False),
+            input_batch=SimpleNamespace(lora_id_to_lora_request={}),
+            cudagraph_dispatcher=SimpleNamespace(
+                dispatch=lambda num_tokens, **_: (CUDAGraphMode.NONE, BatchDescriptor(num_tokens))
+            ),
+            vllm_config=SimpleNamespace(parallel_config=own, observability_config=SimpleNamespace(cudagraph_metrics=0)),
+            parallel_config=own,
+        )
+        v1_runner.GPUModelRunner._determine_batch_execution_and_padding(
+            runner, tokens, requests, np.full(requests, tokens // requests), tokens // requests, False, True
+        )
+
+
+def unsplit_context(drive: Drive, mode: CUDAGraphMode = CUDAGraphMode.NONE):
+    return create_forward_context(
+        None, drive.config, cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(drive.current.padded)
+    )
+
+
+def test_an_unsplit_step_of_the_older_runner_has_the_times_of_its_model(watched: ServerTrace) -> None:
+    ran = []
+
+    def model(**inputs):
+        ran.append(time.perf_counter_ns())
+        time.sleep(0.002)
+        ran.append(time.perf_counter_ns())
+        return "out"
+
+    with drop_in(), harness() as log:
+        drive = Drive(Case("V1"), log, runnable=model)
+        for tokens, requests in ((8, 8), (500, 2)):
+            below_the_threshold(tokens, requests)
+            assert watched.awaits_model
+            with override_forward_context(unsplit_context(drive)):
+                assert drive.wrapper(input_ids=None) == "out"
+        drive.use(drive.model)
+        drive.step()
+    origin = watched.recorder.origin_ns
+    decode, prefill, split = (step.record for step in close(watched).steps.values())
+    for record, (begin, end) in ((decode, ran[:2]), (prefill, ran[2:])):
+        assert record.begin <= (begin - origin) / 1000 and (end - origin) / 1000 <= record.end
+        assert (record.split, record.execution) == (False, "eager")
+    assert (decode.slices, prefill.slices) == ([[0, 8, 0, 8]], [[0, 500, 0, 2]])
+    assert [decode.reason, prefill.reason] == ["below-decode-threshold", "below-prefill-threshold"]
+    assert prefill.end < split.begin
+
+
+def test_unsplit_graphs_of_the_older_runner_have_no_times(watched: ServerTrace) -> None:
+    class Graphs:
+        """In the place of vLLM's wrapper for unsplit graphs: the first call of a batch captures it."""
+
+        def __init__(self) -> None:
+            self.concrete_cudagraph_entries = {}
+
+        def __call__(self, **inputs):
+            descriptor = get_forward_context().batch_descriptor
+            self.concrete_cudagraph_entries[descriptor] = SimpleNamespace(cudagraph="graph")
+
+    with drop_in(), harness() as log:
+        drive = Drive(Case("V1", mode="capture"), log)
+        drive.wrapper.cudagraph_wrapper = Graphs()
+        for _ in range(2):
+            below_the_threshold(8, 8)
+            with override_forward_context(unsplit_context(drive, CUDAGraphMode.FULL)):
+                drive.wrapper(input_ids=None)
+    records = [step.record for step in close(watched).steps.values()]
+    assert [(record.execution, record.begin, record.end) for record in records] == [
+        ("captured", None, None),
+        ("replayed", None, None),
+    ]
+
+
+def test_an_unsplit_step_of_the_newer_runner_has_the_times_of_its_forward_context(watched: ServerTrace) -> None:
+    with drop_in(), harness() as log:
+        drive = Drive(Case("V2"), log)
+        watched.unsplit_step(decisions.StepDecision(False, "below-decode-threshold", 8, 8, None, requests=8))
+        begin = time.perf_counter_ns()
+        with v2_runner.set_forward_context(None, drive.config, num_tokens=8, num_tokens_across_dp=torch.tensor([8, 8])):
+            assert get_forward_context().batch_descriptor is None
+            inside = time.perf_counter_ns()
+            time.sleep(0.002)
+            left = time.perf_counter_ns()
+        end = time.perf_counter_ns()
+        drive.step()
+    origin = watched.recorder.origin_ns
+    unsplit, split = (step.record for step in close(watched).steps.values())
+    times = [(at - origin) / 1000 for at in (begin, inside, left, end)]
+    assert times[0] <= unsplit.begin <= times[1] and times[2] <= unsplit.end <= times[3]
+    assert (unsplit.execution, unsplit.split, split.split) == ("eager", False, True)
+
+
+def test_an_unsplit_graph_of_the_newer_runner_has_no_times(watched: ServerTrace) -> None:
+    manager = v2_graphs.ModelCudaGraphManager.__new__(v2_graphs.ModelCudaGraphManager)
+    description = v2_graphs.BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, 1)
+    manager.graphs = {description: SimpleNamespace(replay=lambda: None)}
+    manager.is_last_pp_rank, manager.use_aux_hidden_state_outputs = True, False
+    manager.hidden_states = torch.arange(16)
+    watched.unsplit_step(decisions.StepDecision(False, "below-decode-threshold", 8, 8, None, requests=8))
+    manager.run_fullgraph(description)
+    (record,) = (step.record for step in close(watched).steps.values())
+    assert (record.execution, record.begin, record.slices) == ("replayed", None, [[0, 8, 0, 8]])
+    assert counters.snapshot()["executed"] == {}

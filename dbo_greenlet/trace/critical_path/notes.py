@@ -16,7 +16,7 @@ _ON_GPU = (
 _ON_HOST = (
     "Receives on the host: {count}. How much of each is waiting and how much the slice's work the trace does not say, "
     "so gains are ranges. On the path is the work, or the flight where the begin of the receive was recorded "
-    "(`dbo-greenlet run --memory`)."
+    "(`dbo-greenlet record --memory`)."
 )
 _LATE_RANKS = "A flight lasts until its receive is complete; a wait for a rank that is late is part of it."
 _REPLAYED = (

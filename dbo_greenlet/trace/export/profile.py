@@ -249,6 +249,10 @@ class _ProcessItems:
         ):
             if (value := column[row]) >= 0:
                 details[key] = int(value)
+        if found.slice[row] >= 0:
+            of = found.slices[found.slice[row]]
+            # A receive is launched in a slice of whoever runs it.
+            details["launched in"] = f"microbatch {of.microbatch}, slice {of.number}"
         made = Slice(0, begin, end, function_name(whole), _CATEGORIES[int(activities.kind[row])], details)
         if arrows := self.from_activity.get(row):
             made.departs = [FlowEnd(n, title, max(end - 1, begin), kind) for n, title, kind in arrows]

@@ -108,6 +108,15 @@ class StepView:
         return any(each.memory for each in self.ops if each.op in WORK)
 
     @cached_property
+    def whole(self) -> bool:
+        """Whether what followed the last slice is among the operations: of a program with a scheduler only it is not.
+
+        Such a program tells nothing of its steps, not even where its batch was cut.
+        """
+        record = self.step.record
+        return record is None or bool(record.slices)
+
+    @cached_property
     def program(self) -> StreamProgram:
         """The operations as a stream program."""
         from .programs import program_of

@@ -33,8 +33,8 @@ CAPTURED_US = 30.0
 BEHIND_WAIT_US = 12.0
 CAPTURED = "previous_event"
 ONLY_EVENTS = (
-    "needs op records of what was enqueued (`dbo-greenlet run --memory`); without, only events were looked at that are "
-    f"recorded within {TOO_SHORT_US:g} us of their slice's begin"
+    "needs op records of what was enqueued (`dbo-greenlet record --memory`); without, only events were looked at that "
+    f"are recorded within {TOO_SHORT_US:g} us of their slice's begin"
 )
 
 

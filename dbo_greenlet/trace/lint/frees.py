@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .checks import WORK, Check, Looked, StepView
 from .findings import Hit, Missing
-from .hazard_checks import NO_MEMORY
+from .hazard_checks import NO_JOIN, NO_MEMORY
 from .programs import accesses_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ class CrossStreamFrees(Check):
         frees = [each for each in view.ops if each.op == "free"]
         if not frees:
             return Missing(NO_FREES)
-        hits: list[Hit | Missing] = [*_hits(view)]
+        found = list(_hits(view))
+        hits: list[Hit | Missing] = [hit for hit, at_the_end in found if view.whole or not at_the_end]
+        if len(hits) < len(found):
+            hits.append(Missing(NO_JOIN))
         return hits if all(free.stream is not None for free in frees) else [*hits, Missing(NO_MAKER)]
 
 
@@ -51,7 +54,8 @@ class _Memory:
         self.holds: list[tuple[str | None, Access]] = []
 
 
-def _hits(view: StepView) -> Iterator[Hit]:
+def _hits(view: StepView) -> Iterator[tuple[Hit, bool]]:
+    """Each with whether it is one because nothing in the step joins the stream."""
     from ...testing.happens_before import Order
 
     order = Order(view.program)
@@ -73,7 +77,7 @@ def _hits(view: StepView) -> Iterator[Hit]:
 
 def _late_uses(
     view: StepView, order: Order, free: OpRecord, place: int, freed: Access, memory: _Memory
-) -> Iterator[Hit]:
+) -> Iterator[tuple[Hit, bool]]:
     """The last use on each other stream, where nothing keeps it apart from what may have the memory next.
 
     Args:
@@ -100,4 +104,4 @@ def _late_uses(
             f"{free.stream} at #{place}, and {risk} may get it while {stream} is still at it"
         )
         where = view.place(free.ubatch, free.slice, operation=free.number, at=free.at)
-        yield Hit(what, where, (stream, free.stream, use.name))
+        yield Hit(what, where, (stream, free.stream, use.name)), late is None

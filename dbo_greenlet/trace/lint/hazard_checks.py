@@ -14,11 +14,17 @@ if TYPE_CHECKING:
 
     from ...testing.hazard_uses import Found
 
-__all__ = ["NO_MEMORY", "NO_OPS", "NO_SENDS", "HazardCheck", "hazard_check", "hits_of", "without_numbers"]
+__all__ = ["NO_JOIN", "NO_MEMORY", "NO_OPS", "NO_SENDS", "HazardCheck", "hazard_check", "hits_of", "without_numbers"]
 
-NO_OPS = "needs op records, the operations of each step, which were not recorded; `dbo-greenlet run --memory` has them"
-NO_SENDS = "needs op records with sends and receives, which only `dbo-greenlet run --memory` has"
-NO_MEMORY = "needs op records of what operations read and write, which only `dbo-greenlet run --memory` has"
+NO_OPS = (
+    "needs op records, the operations of each step, which were not recorded; `dbo-greenlet record --memory` has them"
+)
+NO_SENDS = "needs op records with sends and receives, which only `dbo-greenlet record --memory` has"
+NO_MEMORY = "needs op records of what operations read and write, which only `dbo-greenlet record --memory` has"
+NO_JOIN = (
+    "needs a step of a runner: what the program did behind this one, and whether that joined its streams, was not "
+    "recorded"
+)
 
 
 class HazardCheck(Check):

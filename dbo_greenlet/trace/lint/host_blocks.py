@@ -14,7 +14,7 @@ from .programs import PRIMARY
 
 __all__ = ["HostBlocks"]
 
-NO_WAITS = "needs op records of what was enqueued and of the host's waits (`dbo-greenlet run --memory`)"
+NO_WAITS = "needs op records of what was enqueued and of the host's waits (`dbo-greenlet record --memory`)"
 
 
 class HostBlocks(Check):

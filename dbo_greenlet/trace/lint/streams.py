@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .checks import Check, Looked, StepView
 from .findings import Hit, Missing, Place
-from .hazard_checks import NO_OPS, hits_of
+from .hazard_checks import NO_JOIN, NO_OPS, hits_of
 from .programs import PRIMARY
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class UnjoinedStreams(Check):
         if not view.ops:
             return Missing(NO_OPS)
         if view.has_work:
-            return hits_of(view, "unjoined-stream")
+            hits = hits_of(view, "unjoined-stream")
+            return hits if view.whole or not hits else Missing(NO_JOIN)
         from ...testing.happens_before import Order
 
         program = view.program

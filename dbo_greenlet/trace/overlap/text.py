@@ -8,7 +8,7 @@ from typing import Any
 
 from .report import Measure, OverlapReport, Row, View
 
-__all__ = ["is_reliable", "overlap_json", "render_overlap", "render_summary"]
+__all__ = ["is_reliable", "overlap_json", "render_overlap", "render_summary", "says_something"]
 
 _VIEWS = {"kernels": "by kernels", "in_flight": "in flight"}
 _SUBJECTS = _VIEWS | {"idle": "time without compute", "launch_delay": "launch delay"}
@@ -20,13 +20,26 @@ def is_reliable(report: OverlapReport) -> bool:
     return any(getattr(report, view) is not None and view not in doubted for view in _VIEWS)
 
 
+def says_something(report: OverlapReport) -> bool:
+    """Whether what one of the two views says is hidden holds, if only as the most that it can be."""
+    return any(
+        all(entry.at_most for entry in report.unreliable if entry.view == view)
+        for view in _VIEWS
+        if getattr(report, view) is not None
+    )
+
+
 def overlap_json(report: OverlapReport) -> dict[str, Any]:
-    """The report as JSON values: times in microseconds, hidden as a share from 0 to 1 (null without communication)."""
+    """The report as JSON values: times in microseconds, hidden as a share from 0 to 1 (null without communication).
+
+    `at_most`: no view is reliable, and of one it is known that what it says is hidden is the most that it can be.
+    """
     out: dict[str, Any] = {
         "file": report.path,
         "source": report.source,
         "gpus": report.gpus,
         "reliable": is_reliable(report),
+        "at_most": says_something(report) and not is_reliable(report),
     }
     for name in _VIEWS:
         view: View | None = getattr(report, name)
@@ -99,7 +112,10 @@ def render_overlap(report: OverlapReport) -> str:
             tail.append(f"{title}: {view.how}")
     if any(share.endswith("?") for share in shares):
         tail.append("?: not to be trusted, for what is said of this column below")
-    tail += [f"unreliable ({_SUBJECTS[entry.view]}): {entry.why}" for entry in report.unreliable]
+    tail += [
+        f"{'upper bound' if entry.at_most else 'unreliable'} ({_SUBJECTS[entry.view]}): {entry.why}"
+        for entry in report.unreliable
+    ]
     tail += [f"note: {note}" for note in report.notes]
     if tail:
         blocks.append("\n".join(tail))
@@ -107,19 +123,27 @@ def render_overlap(report: OverlapReport) -> str:
 
 
 def render_summary(reports: Sequence[OverlapReport]) -> str:
-    """One line a file, in milliseconds, by the view that can be trusted: the one by kernels where both can."""
+    """One line a file, in milliseconds, by the view that can be trusted: the one by kernels where both can.
+
+    Where none can, by the one that is a bound: what is hidden at most, and exposed at least.
+    """
     rows = []
     for report in reports:
-        doubted = {entry.view for entry in report.unreliable}
-        for name, title in _VIEWS.items():
-            view: View | None = getattr(report, name)
-            if view is not None and name not in doubted:
-                times = (view.measure.communication, view.measure.exposed, view.measure.window)
-                cells = [f"{value / 1000:.3f}" for value in times]
-                rows.append([report.path, title, *cells[:2], _percent(view.measure.hidden), cells[2]])
-                break
-        else:
+        doubts = {name: [entry for entry in report.unreliable if entry.view == name] for name in _VIEWS}
+        shown = [name for name in _VIEWS if getattr(report, name) is not None]
+        holding = [name for name in shown if not doubts[name]] or [
+            name for name in shown if all(entry.at_most for entry in doubts[name])
+        ]
+        if not holding:
             rows.append([report.path, "unreliable", "", "", "", ""])
+            continue
+        name = holding[0]
+        view: View = getattr(report, name)
+        communication, exposed, window = (
+            f"{value / 1000:.3f}" for value in (view.measure.communication, view.measure.exposed, view.measure.window)
+        )
+        exposed = f">= {exposed}" if doubts[name] else exposed
+        rows.append([report.path, _VIEWS[name], communication, exposed, _share(report, name, view), window])
     return _table(["all, in ms", "", "communication", "exposed", "hidden", "window"], rows)
 
 
