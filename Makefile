@@ -9,10 +9,16 @@ VERSIONS ?=
 ARGS ?=
 # Processes that test files run in; 0 is this one, for a debugger.
 WORKERS ?= 2
+# Each file in one process, for its fixtures; in the order of tests/conftest.py, not of how many tests a file has.
+AT_ONCE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 PY := .venv/bin/python
 VLLM_PY := .venv-vllm/bin/python
 SETUP = $(BOOTSTRAP) scripts/setup_env.py --torch-index "$(TORCH_INDEX)" --python "$(PYTHON)"
+# The tests start hundreds of processes, which would each compile the package anew where this is set, as in many
+# containers.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The set-up itself runs on whatever python3 there is; it then looks for the version it needs.
 BOOTSTRAP = $(shell for python in $(PYTHON) python3 python3.11 python3.12 python3.13 python3.10 python; do \
 	[ "$$("$$python" -c 'import sys; print(sys.version_info >= (3, 8))' 2>/dev/null)" = True ] && \
@@ -42,14 +48,14 @@ demo: setup ## run the demonstration
 	@.venv/bin/dbo-greenlet run
 
 test: setup ## run the tests
-	@$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(PY) -m pytest $(AT_ONCE) $(ARGS)
 
 test-core: ## run the core's tests on every other supported Python found, without torch
 	$(needs_python) $(BOOTSTRAP) scripts/run_core_tests.py
 
 ifeq ($(strip $(VERSIONS)),)
 test-vllm: setup-vllm ## run the tests that need vLLM; VERSIONS="0.20.0 0.30.0" checks other versions of it
-	@$(VLLM_PY) -m pytest -n $(WORKERS) --dist loadfile -m vllm $(ARGS)
+	@$(VLLM_PY) -m pytest $(AT_ONCE) -m vllm $(ARGS)
 else
 test-vllm: setup
 	@$(PY) scripts/check_vllm_versions.py --torch-index "$(TORCH_INDEX)" --python "$(PYTHON)" $(VERSIONS) -- $(ARGS)

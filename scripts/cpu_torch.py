@@ -185,7 +185,8 @@ def read_pin(path: Path = PINS) -> str:
 
 def _pip_install(pin: str, source: Source) -> list[str]:
     # No source builds, and no dependencies: those are pinned in dev.txt, and the CPU index need not hold them.
-    limits = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "20"]
+    # What is imported of it is compiled at the end of the set-up (compile_imports.py).
+    limits = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--retries", "1", "--timeout", "20"]
     return [sys.executable, "-m", "pip", "install", *limits, *source.pip_arguments, pin]
 
 

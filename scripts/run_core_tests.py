@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
-from setup_env import DEFAULT_TORCH_INDEX, ROOT, InterpreterMissing, SetupFailed, environment, prepare
+from setup_env import DEFAULT_TORCH_INDEX, ROOT, Environment, InterpreterMissing, SetupFailed, environment, prepare
 
 DEFAULT_VERSIONS = ("3.10", "3.12", "3.13")
 
@@ -25,6 +26,7 @@ KIT_TESTS = (
     "explore_findings",
     "golden",
     "happens_before",
+    "hazard_rules",
     "hazard_search",
     "hazards",
     "interleavings",
@@ -39,10 +41,14 @@ KIT_TESTS = (
     "values",
     "verdicts",
     "virtual_device",
+    "virtual_device_steps",
     "virtual_graphs",
 )
 TESTS = ("tests/core", *(f"tests/testing/test_{name}.py" for name in KIT_TESTS))
-AT_ONCE = ("-n", "2", "--dist", "loadfile")
+AT_ONCE = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# Fewer examples of each property than on the Python that runs all tests: what differs from one Python to the next shows
+# in the first ones, and the seeds are others each time.
+EXAMPLES = ("--hypothesis-profile", "other-pythons")
 
 
 def main(arguments: list[str]) -> int:
@@ -50,14 +56,16 @@ def main(arguments: list[str]) -> int:
     versions, pytest_arguments = arguments[:split] or list(DEFAULT_VERSIONS), arguments[split + 1 :]
     passed: list[str] = []
     failed: list[str] = []
-    for version in versions:
-        env = environment("core", version)
-        try:
-            prepare(env, None, DEFAULT_TORCH_INDEX)
-        except InterpreterMissing:
+    # Side by side, since making an environment keeps one core busy.
+    environments = [environment("core", version) for version in versions]
+    with ThreadPoolExecutor(len(versions)) as pool:
+        outcomes = list(pool.map(_prepared, environments))
+    for i, version in enumerate(versions):
+        env, failure = environments[i], outcomes[i]
+        if isinstance(failure, InterpreterMissing):
             print(f"core tests: Python {version} skipped: not on this machine (PATH, pyenv and uv)", flush=True)
             continue
-        except SetupFailed as failure:
+        if failure is not None:
             print(f"core tests: Python {version}: set-up failed: {failure}", flush=True)
             failed.append(version)
             continue
@@ -68,6 +76,7 @@ def main(arguments: list[str]) -> int:
             "pytest",
             *TESTS,
             *AT_ONCE,
+            *EXAMPLES,
             "-q",
             "-p",
             "no:cacheprovider",
@@ -79,6 +88,15 @@ def main(arguments: list[str]) -> int:
         (passed if done.returncode == 0 else failed).append(version)
     print(f"core tests: passed on {', '.join(passed) or 'none'}; failed on {', '.join(failed) or 'none'}", flush=True)
     return 1 if failed else 0
+
+
+def _prepared(env: Environment) -> SetupFailed | None:
+    """None, or why there is no such environment."""
+    try:
+        prepare(env, None, DEFAULT_TORCH_INDEX)
+    except SetupFailed as failure:
+        return failure
+    return None
 
 
 if __name__ == "__main__":

@@ -204,6 +204,10 @@ def _prepare_locked(env: Environment, interpreter: str | None, torch_index: str)
         _say("the project itself, editable")
         _pip(env, "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     _check_pins(env)
+    if env.project:
+        # In place of pip's own compiling; -I, so that PYTHONDONTWRITEBYTECODE does not count.
+        command = [str(env.executable), "-I", str(ROOT / "scripts" / "compile_imports.py")]
+        _run(env, command, "the installed packages do not import")
     env.stamp.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
     env.mark.unlink()
     _say(f"{name} is ready ({time.monotonic() - start:.0f} s)")
@@ -270,7 +274,8 @@ def _install_file(env: Environment, name: str) -> None:
         path, words = env.folder / "pins.txt", f"{words}, changed by {env.changes}"
         path.write_text(merged, encoding="utf-8")
     _say(f"the packages pinned in {words}")
-    _pip(env, "install", "--no-deps", "--requirement", str(path))
+    compiling = ["--no-compile"] if env.project else []
+    _pip(env, "install", "--no-deps", *compiling, "--requirement", str(path))
 
 
 def _pip(env: Environment, *arguments: str) -> None:
@@ -345,14 +350,16 @@ def _hash_files(paths: list[Path]) -> str:
 
 @contextmanager
 def _lock(env: Environment) -> Iterator[None]:
-    """Held while an environment is worked on; waits for a set-up of the same kind (make -j, two terminals).
+    """Held while an environment is worked on; waits for another set-up of it (make -j, two terminals).
 
-    The lock is on the environment's own requirement file, which is there before the environment is.
+    The lock's file is not in the environment, which may yet have to be made, or made afresh.
     """
     if fcntl is None:
         yield
         return
-    descriptor = os.open(REQUIREMENTS / env.requirements[-1], os.O_RDONLY)
+    folder = ROOT / "build" / "set-up"
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / f"{env.folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # No deadline: a first example pays for imports, and a busy machine is not a bug.
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("other-pythons", deadline=None, max_examples=30)  # make test-core
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
@@ -33,7 +35,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m vllm` or `-m gpu`, leave files without such tests alone: to import them all takes half a minute."""
+    mark = config.option.markexpr
+    if mark not in ("gpu", "vllm") or collection_path.suffix != ".py" or not collection_path.is_file():
+        return None
+    return True if f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        # Shared out to processes by pytest-xdist: the long files go first, since at the end one would run alone.
+        long_files = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in long_files)
     for item in items:
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

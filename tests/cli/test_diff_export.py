@@ -15,7 +15,7 @@ import pytest
 from dbo_greenlet.trace import HeaderRecord, SliceRecord, StepRecord, TraceWriter, read_trace
 from dbo_greenlet.trace.export.model import ExportModel
 from tests.cli.loaded import output_and_loaded
-from tests.job.command import dbo_greenlet, in_process, one_sentence
+from tests.job.command import in_process, one_sentence
 from tests.trace.exported import Shown, expected, from_chrome, from_perfetto
 
 FORMATS = ("chrome", "perfetto")
@@ -38,7 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("recorded")
     files = (folder / "a.jsonl", folder / "b.jsonl")
     for file in files:
-        done = dbo_greenlet("run", "--limit", 16, "--max-new-tokens", 3, "--trace", file, "--json")
+        done = in_process("run", "--limit", 16, "--max-new-tokens", 3, "--trace", file, "--json")
         assert done.returncode == 0, done.stderr
     return files
 

@@ -14,7 +14,7 @@ import pytest
 from dbo_greenlet.testing.layer_programs import high_throughput, low_latency
 from dbo_greenlet.trace.lint import RULES
 from tests.cli.loaded import output_and_loaded
-from tests.job.command import dbo_greenlet, environment, in_process, one_sentence, write_prompts
+from tests.job.command import environment, in_process, one_sentence, write_prompts
 from tests.testing.planted_bugs import RecordsAfterTheSwitch
 from tests.trace.lint_runs import header, recorded, write
 from tests.trace.profiles import DISPATCH, FLASH, ChromeProfile
@@ -158,7 +158,7 @@ def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = write_prompts(folder / "prompts.jsonl", [0] * 6)
     trace = folder / "trace.jsonl"
     words: list[Any] = ["run", "--prompts", prompts, "--trace", trace, "--memory", "--max-new-tokens", 2]
-    done = dbo_greenlet(*words)
+    done = in_process(*words)
     assert done.returncode == 0, done.stderr
     return trace
 

@@ -13,7 +13,7 @@ import pytest
 
 from dbo_greenlet.trace import read_trace, render_step
 from tests.cli.loaded import output_and_loaded
-from tests.job.command import dbo_greenlet, environment, in_process, one_sentence
+from tests.job.command import environment, in_process, one_sentence
 from tests.trace.pages import data_of, slices_of, write_trace
 
 PNG = b"\x89PNG\r\n"
@@ -244,7 +244,7 @@ def test_bad_files(tmp_path: Path, content: bytes, sentence: str, page: bool) ->
 @pytest.mark.slow
 def test_a_real_job(tmp_path: Path) -> None:
     trace = tmp_path / "job.jsonl"
-    assert dbo_greenlet("run", "--limit", 16, "--max-new-tokens", 3, "--trace", trace, "--json").returncode == 0
+    assert in_process("run", "--limit", 16, "--max-new-tokens", 3, "--trace", trace, "--json").returncode == 0
     assert in_process("show", trace, "--html", tmp_path / "p.html").returncode == 0
     found = slices_of(data := data_of((tmp_path / "p.html").read_text(encoding="utf-8")))
     steps = read_trace(trace).steps.values()

@@ -59,14 +59,26 @@ def _backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 with_backward.register_autograd(_backward)
 
+
+def add_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
 # Name to implementation, for register_direct_op.
 IMPLEMENTATIONS = {"dbo_test::custom": None, "dbo_test::raw": mix, "dbo_test::composite": mix}
 
+# What each of three microbatches is given.
+INPUTS = [torch.arange(12.0).reshape(3, 4) * (i + 1) for i in range(3)]
+
+
+def packet(name: str) -> Any:
+    return getattr(torch.ops.dbo_test, name.partition("::")[2])
+
 
 def model(x: torch.Tensor, name: str, layers: int = 3) -> torch.Tensor:
-    packet = getattr(torch.ops.dbo_test, name.partition("::")[2])
+    op = packet(name)
     for layer in range(layers):
         # Both ways to call it: vLLM calls the packet, compiled code the overload.
-        x = packet(x, layer) if layer % 2 else packet.default(x, layer)
+        x = op(x, layer) if layer % 2 else op.default(x, layer)
         x = x + layer
     return x

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from dbo_greenlet import Scheduler, dbo_current_ubatch_id, dbo_enabled, dbo_yield, register_direct_op
-from tests.direct_ops.operators import mix, model, seen
+from tests.direct_ops.operators import INPUTS, mix, model, seen
 from tests.thread_state.programs import snapshot
-
-INPUTS = [torch.arange(12.0).reshape(3, 4) * (i + 1) for i in range(3)]
 
 
 @pytest.fixture(autouse=True)

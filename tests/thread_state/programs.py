@@ -46,6 +46,12 @@ def project(x: torch.Tensor) -> torch.Tensor:
     return y + 1
 
 
+class Slot:
+    """What `TorchThreadState` touches of a microbatch."""
+
+    saved_state: Any = None
+
+
 class Boom(Exception):
     """What ("raise", name) raises."""
 

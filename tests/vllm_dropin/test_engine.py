@@ -110,37 +110,40 @@ def kinds(noted, front_end):
 
 
 @pytest.fixture(scope="module")
-def stock(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stock")
-    return generate(model, folder, DBO_GREENLET="0"), folder
+def asked(model, tmp_path_factory):
+    """An engine that is asked for microbatches, and the folder with what it remembers."""
+    folder = tmp_path_factory.mktemp("asked")
+    return generate(model, folder, "enable_dbo=true", 'all2all_backend="deepep_low_latency"'), folder / "cache"
+
+
+@pytest.fixture(scope="module")
+def stock(model, asked, tmp_path_factory):
+    # What the first engine has looked at is not looked at once more: a subprocess less.
+    return generate(model, tmp_path_factory.mktemp("stock"), DBO_GREENLET="0", VLLM_CACHE_ROOT=str(asked[1]))
 
 
 def test_the_model_of_these_tests_answers_each_prompt_in_its_own_way(stock):
-    run, _ = stock
-    assert [len(tokens) for tokens in run.tokens] == [NEW_TOKENS] * len(PROMPTS)
-    assert len({tuple(tokens) for tokens in run.tokens}) == len(PROMPTS)
-    assert all(len(set(tokens)) > 2 for tokens in run.tokens)
-    assert run.lines("icrobatches") == []
+    assert [len(tokens) for tokens in stock.tokens] == [NEW_TOKENS] * len(PROMPTS)
+    assert len({tuple(tokens) for tokens in stock.tokens}) == len(PROMPTS)
+    assert all(len(set(tokens)) > 2 for tokens in stock.tokens)
+    assert stock.lines("icrobatches") == []
 
 
-def test_an_engine_that_is_asked_for_microbatches_answers_alike_and_one_line_says_why_it_has_none(
-    model, stock, tmp_path
-):
-    run = generate(model, tmp_path, "enable_dbo=true", 'all2all_backend="deepep_low_latency"')
-    assert run.tokens == stock[0].tokens
+def test_an_engine_that_is_asked_for_microbatches_answers_alike_and_one_line_says_why_it_has_none(asked, stock):
+    run, _ = asked
+    assert run.tokens == stock.tokens
     assert len(run.lines("icrobatches")) == len(run.lines(WHY_NOT)) == 1, run.lines("icrobatches")
     assert kinds(run.processes, run.pid) == {"front end": 1, "registry": 1, "engine core": 1, "worker": 1}
     assert run.left_behind == []
 
 
-def test_a_server_answers_alike_and_its_metrics_have_ours(model, stock, tmp_path):
+def test_a_server_answers_alike_and_its_metrics_have_ours(model, asked, stock, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--max-model-len", "64", "--max-num-seqs", "4", "--enforce-eager"]
-    # What the stock engine has looked at is not looked at once more: a subprocess less.
-    variables = environment(tmp_path, VLLM_CACHE_ROOT=str(stock[1] / "cache"))
+    variables = environment(tmp_path, VLLM_CACHE_ROOT=str(asked[1]))
     log = tmp_path / "log"
     with log.open("w") as said:
         server = subprocess.Popen(command, env=variables, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
@@ -156,7 +159,7 @@ def test_a_server_answers_alike_and_its_metrics_have_ours(model, stock, tmp_path
         }
         answer = json.loads(ask(f"http://127.0.0.1:{port}/v1/completions", body))
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        assert [choice["token_ids"] for choice in choices] == stock[0].tokens
+        assert [choice["token_ids"] for choice in choices] == stock.tokens
         metrics = ask(f"http://127.0.0.1:{port}/metrics").splitlines()
         # No worker engages on a CPU, so there are no samples; the metrics are there, beside vLLM's own.
         assert [line for line in metrics if "dbo_greenlet" in line and not line.startswith("# HELP")] == [
