@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from greenlet import getcurrent, greenlet
 
 from .errors import ForeignSwitchError, SchedulerInternalError, StepAborted, UnsafeYieldError
+from .policy import answers_in_turn
 from .slice_bracket import Slice
 from .step import Microbatch, Step, running, step_over, traced
 
@@ -227,7 +228,8 @@ def _loop(step: Step, choose: Callable[[], int], state: SwitchState, hooks: Step
     check_choice, slice_ended, strict = step.check_choice, step.slice_ended, step.strict
     microbatches: Sequence[Any] = step.microbatches
     count, decisions, sites = step.count, step.decisions, step.sites
-    in_turn = getattr(choose, "in_turn", False) and not (strict or streams or begin_slice or end_slice or bracket)
+    unwatched = streams is None and begin_slice is None and end_slice is None and bracket is None
+    in_turn = not strict and unwatched and answers_in_turn(choose)
     # What a yield costs is mostly what it touches: between two yields a model pushes this loop out of the processor's
     # caches, and a call that is avoided is a microsecond. Hence the common case of `check_choice` and `slice_ended`
     # stands here a second time.

@@ -11,6 +11,7 @@ lives in the closure that `start` returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Protocol
 
 from .errors import PolicyError, ReplayMismatch
@@ -19,7 +20,7 @@ from .schedule import Schedule
 if TYPE_CHECKING:
     from .step import Step
 
-__all__ = ["Policy", "RoundRobin", "Scripted"]
+__all__ = ["Policy", "RoundRobin", "Scripted", "answers_in_turn"]
 
 Chooser = Callable[[], int]
 
@@ -56,12 +57,20 @@ class RoundRobin:
                 if not microbatches[index].done:
                     return index
 
-        # For as long as no microbatch is done, a carrier knows the answers.
-        choose.in_turn = True  # type: ignore[attr-defined]
+        # Not True: what `functools.wraps` makes takes over the attribute, and may answer otherwise.
+        choose.in_turn = choose.__code__  # type: ignore[attr-defined]
         return choose
 
     def __repr__(self) -> str:
         return "RoundRobin()"
+
+
+def answers_in_turn(choose: Chooser) -> bool:
+    """Whether `choose` is `RoundRobin`'s own: for as long as no microbatch is done, a carrier knows its answers.
+
+    An object that hands attributes on to what it wraps is none.
+    """
+    return type(choose) is FunctionType and choose.__dict__.get("in_turn") is choose.__code__
 
 
 class Scripted:

@@ -99,6 +99,10 @@ class ProcessMemory(MemoryRecorder):
 
     # -- what the trace asks for ---------------------------------------------------------------------------------------
 
+    def stop(self) -> None:
+        """Note nothing more until the next step, and leave the all-to-alls alone. Twice is harmless."""
+        self._end()
+
     def _end(self) -> StreamProgram:
         for each in self._noted.values():
             each.detach()

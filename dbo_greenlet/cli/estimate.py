@@ -19,9 +19,9 @@ def estimate(
         Path | None,
         typer.Argument(
             metavar="FILE",
-            help="Unsplit steps: a trace of ours that has their times and requests (dbo-greenlet run; record "
-            "cannot time unsplit steps of vLLM), or a profile (torch.profiler, Nsight Systems, or imported). Without "
-            "one: from shapes alone.",
+            help="Unsplit steps: a trace of ours that has their times and requests (of dbo-greenlet run, Runner, or a "
+            "vLLM server's eager steps), or a profile (torch.profiler, Nsight Systems, or imported). Without one: from "
+            "shapes alone.",
         ),
     ] = None,
     model: Annotated[
@@ -65,7 +65,8 @@ def estimate(
     link: Annotated[
         str | None,
         typer.Option(
-            help="nvlink, rdma or pcie; default nvlink for a trace of 8 ranks or fewer, else rdma.",
+            help="nvlink, rdma or pcie; default nvlink for a trace of dbo-greenlet run with 8 ranks or fewer, else "
+            "rdma.",
             rich_help_panel=_MACHINE,
         ),
     ] = None,

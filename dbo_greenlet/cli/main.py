@@ -1,8 +1,9 @@
 """The command line as a whole: subcommands, exit codes, and errors as one sentence.
 
-Exit codes: 0 all is well; 1 the command ran and found something (tokens differ, a replay that was not met, a trace
-that is not complete); 2 it could not run (bad input, a failed rank); 130 Ctrl-C; 143 SIGTERM, which does what Ctrl-C
-does. With DBO_GREENLET_TRACEBACK=1 an error comes with its traceback, and with that of the rank it is from.
+Exit codes: 0 all is well; 1 the command ran and found something, or its answer is no (tokens differ, a replay that was
+not met, a trace that is not complete, no split that pays); 2 it could not run (bad input, a failed rank); 130 Ctrl-C;
+143 SIGTERM, which does what Ctrl-C does. With DBO_GREENLET_TRACEBACK=1 an error comes with its traceback, and with that
+of the rank it is from.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ __all__ = ["SplitStep", "TracedSteps", "carried", "read_steps"]
 _PER_DOUBLING = 2  # groups of numbers of tokens
 _CARRIERS = {"thread": "threads"}  # a run's name -> its carrier
 # What `dbo-greenlet run` calls an all-to-all -> what it is here; NCCL's and Gloo's copies go over a comm stream.
-_ALL2ALLS = {"torch": "stream", "nccl": "stream", "loopback": "stream", "deepep_ll": "deepep_ll",
+# "auto" is the loopback for one rank and torch for several.
+_ALL2ALLS = {"auto": "stream", "torch": "stream", "nccl": "stream", "loopback": "stream", "deepep_ll": "deepep_ll",
              "deepep_ht": "deepep_ht"}  # fmt: skip
 # The same for a vLLM server's; its other all-to-alls are no two messages over a wire, as the estimate has them.
 _BACKENDS = {"deepep_low_latency": "deepep_ll", "deepep_high_throughput": "deepep_ht"}
@@ -240,5 +241,5 @@ def carried(setup: Setup, step: SplitStep) -> Setup:
     try:
         carrier = CARRIERS[step.carrier]
     except KeyError:
-        raise ConfigurationError(f"no carrier {step.carrier!r}; use one of {', '.join(CARRIERS)}") from None
+        raise ConfigurationError(f"no carrier {step.carrier!r}; use one of {', '.join(map(repr, CARRIERS))}") from None
     return replace(setup.with_tokens(step.tokens), carrier=carrier)

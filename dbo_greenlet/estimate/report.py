@@ -140,7 +140,7 @@ def answer(question: Question) -> Report:
         raise ConfigurationError(f"--execution {question.execution}; use eager, graph or both")
     counts, policies = _numbers(question.microbatches), question.policies or POLICIES
     sections: list[Section] = []
-    skipped: list[str] = []
+    failures: list[tuple[bool, ConfigurationError | TraceFileError]] = []
     both = question.execution == "both"
     for graph in (False, True):
         if not both and graph != (question.execution == "graph"):
@@ -149,10 +149,20 @@ def answer(question: Question) -> Report:
             sections.append(_section(question, graph, counts, policies))
         except (ConfigurationError, TraceFileError) as error:
             # Of two executions one may be impossible, or not in the file.
-            if not both or (graph and not sections):
+            if not both:
                 raise
-            skipped.append(f"Not estimated {'as a graph' if graph else 'eagerly'}: {error}")
+            failures.append((graph, error))
+    if not sections:
+        raise _neither(*(error for _, error in failures))
+    skipped = [f"Not estimated {'as a graph' if graph else 'eagerly'}: {error}" for graph, error in failures]
     return Report(sections, skipped)
+
+
+def _neither(
+    eager: ConfigurationError | TraceFileError, graph: ConfigurationError | TraceFileError
+) -> ConfigurationError | TraceFileError:
+    """One error for both executions: either may be the one that tells what is wrong, as where --split names no file."""
+    return eager if str(eager) == str(graph) else type(eager)(f"{eager}; and as a graph: {graph}")
 
 
 def _section(question: Question, graph: bool, counts: list[int], policies: Iterable[str]) -> Section:
@@ -182,6 +192,12 @@ def _section(question: Question, graph: bool, counts: list[int], policies: Itera
         notes += [*traced.notes(), *_contradicted(traced, values)]
         values = {**traced.machine, **values}
     values = {**_DEFAULTS, **values}
+    unnamed = traced is not None and "model" not in values and not traced.model
+    if unnamed:
+        notes.append(
+            "The trace does not say which model ran, or its folder is not here, so this is an estimate of "
+            f"{_DEFAULT_MODEL} with the times of another model; --model names the one that ran."
+        )
     values.setdefault("model", (traced.model if traced else "") or _DEFAULT_MODEL)
     values.setdefault("tokens", traced.unsplit[-1].tokens if traced else _DEFAULT_TOKENS)
     setup = make_setup({**values, "graph": graph})
@@ -204,10 +220,13 @@ def _section(question: Question, graph: bool, counts: list[int], policies: Itera
         elif step.step is not None:
             said.append(f"A step of the profile takes {step.step / 1e3:.1f} ms, by when its kernels ran; that is met.")
         steps, notes = [*steps, step], notes + said
-    found = {
-        name: estimate(reading, counts, tuple(policies))
-        for name, reading in (readings(setup, steps) if steps else {"": setup}).items()
-    }
+    try:
+        read = readings(setup, steps) if steps else {"": setup}
+    except ConfigurationError as error:
+        if unnamed:
+            raise ConfigurationError(f"{error}; or --model: of {_DEFAULT_MODEL} they need not be") from error
+        raise
+    found = {name: estimate(reading, counts, tuple(policies)) for name, reading in read.items()}
     # The least favourable explanation counts.
     found = dict(sorted(found.items(), key=lambda item: item[1].best.gain))
     chosen = next(iter(found.values())).setup

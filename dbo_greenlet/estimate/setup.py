@@ -48,7 +48,7 @@ def make_setup(values: Mapping[str, Any]) -> Setup:
     engine = _engine(rest.pop("engine", None) or usual, rest)
     carrier = CARRIERS.get(rest.pop("carrier", "greenlets"))
     if carrier is None:
-        raise ConfigurationError(f"no carrier {values['carrier']!r}; use one of {', '.join(CARRIERS)}")
+        raise ConfigurationError(f"no carrier {values['carrier']!r}; use one of {', '.join(map(repr, CARRIERS))}")
     if rest.get("handoff_us") is not None:
         carrier = replace(carrier, handoff_us=float(rest["handoff_us"]))
     rest.pop("handoff_us", None)
@@ -90,7 +90,10 @@ def read_values(path: Path) -> dict[str, Any]:
     """
     try:
         return toml_of(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
+        raise ConfigurationError(f"{path} cannot be read as TOML: {reason}") from error
+    except ValueError as error:
         raise ConfigurationError(f"{path} cannot be read as TOML: {error}") from error
 
 

@@ -41,7 +41,8 @@ def split_of_profile(
         table: names of kernels.
 
     Raises:
-        TraceFileError: it holds whole graphs, no microbatches, or too little to tell a step's length; names the file.
+        TraceFileError: it holds whole graphs, no microbatches, another number of layers, or too little to tell a step's
+            length; names the file.
     """
     table = KernelTable() if table is None else table
     if (profile.activities.kind == GRAPH).any():
@@ -59,7 +60,15 @@ def split_of_profile(
     # A low-latency message is launched twice: its send, and what its hook receives by.
     launches = 2 if all2all_of_profile(profile) == "deepep_ll" else 1
     a_step = launches * len(microbatches) * layers
-    lengths = [length for row in _rows(profile, found, table) for length in _lengths(row, a_step)]
+    rows = list(_rows(profile, found, table))
+    known = {int(found.layer[each]) for row in rows for each in row} - {-1}
+    if known and len(known) != layers:
+        raise TraceFileError(
+            f"{profile.path}: the dispatches of its split steps are in {len(known)} layers, the model has {layers} "
+            "with experts; estimate with --model and --layers as it was profiled, or record whole steps"
+        )
+    begins = profile.activities.begin
+    lengths = [length for row in rows for length in _lengths([float(begins[each]) for each in row], a_step)]
     if not lengths:
         raise TraceFileError(
             f"{profile.path}: no two split steps of {layers} layers with experts one after the other, so how long one "
@@ -72,8 +81,8 @@ def split_of_profile(
     ]
 
 
-def _rows(profile: Profile, found: Attribution, table: KernelTable) -> Iterator[list[float]]:
-    """When the dispatches begin, of each rank, as far as no unsplit one stands between them."""
+def _rows(profile: Profile, found: Attribution, table: KernelTable) -> Iterator[list[int]]:
+    """The dispatches of each rank in order of their begins, as far as no unsplit one stands between them."""
     names = {name: number for number, name in enumerate(found.stages)}
     layout = np.array([table.classify(name).operation == "layout" for name in profile.names], dtype=bool)
     activities = profile.activities
@@ -83,7 +92,7 @@ def _rows(profile: Profile, found: Attribution, table: KernelTable) -> Iterator[
         mine = mine[np.argsort(activities.begin[mine], kind="stable")]
         for split, row in groupby(mine.tolist(), key=lambda each: bool(found.microbatch[each] >= 0)):
             if split:
-                yield [float(activities.begin[each]) for each in row]
+                yield list(row)
 
 
 def _lengths(begins: list[float], a_step: int) -> list[float]:

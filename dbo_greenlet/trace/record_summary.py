@@ -45,7 +45,8 @@ def _process(each: ProcessFile) -> str:
         where = "before its first step was complete" if each.last is None else f"after step {each.last}"
         text += f"; it did not end in order, the trace is complete up to {where}"
     elif each.error is not None:
-        text += f"; ended by {each.error}"
+        first_line = each.error.strip().partition("\n")[0]
+        text += f"; ended by {first_line}"
     return text
 
 

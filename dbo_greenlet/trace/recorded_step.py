@@ -141,9 +141,11 @@ class RecordedStep:
         for context, device in self._devices:
             context.device = device
         self._trace.guarded(self._write)
-        if self._memory is not None:
+        if (memory := self._memory) is not None:
+            # Also where nobody asked for its lines, because the trace has just come to its end.
+            self._trace.guarded(memory.stop)
             del self._recorder.event_captured
-            self._trace.give_back_memory(self._plain, self._memory)
+            self._trace.give_back_memory(self._plain, memory)
         self._trace.give_back(self._recorder)
 
     def _write(self) -> None:

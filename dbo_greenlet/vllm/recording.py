@@ -254,6 +254,7 @@ class ServerTrace:
             execution="eager", begin=(begin - origin) / 1000, end=(end - origin) / 1000, error=self._error
         )
 
+    @_never_raises  # by itself, because `due` asks for it as well
     def _write_unsplit(self, **known: Any) -> None:
         """Write the unsplit step that waits to be, if one does, with what is known of it by now."""
         record, self._unsplit_record = self._unsplit_record, None

@@ -79,9 +79,9 @@ def passed_next(last: Passed, frame: FrameType | None) -> Passed:
             return found
         _kept += 1
         last._following[key] = found
-    # Each time: somebody may have wrapped a function of vLLM's since.
-    found.depth = depth
     if depth <= _DEEPEST:
+        # Each time: somebody may have wrapped a function of vLLM's since.
+        found.depth = depth
         last.likely = found
     return found
 

@@ -73,8 +73,14 @@ def _cpu_yield(self: UBatchContext) -> None:
         microbatch.yield_(microbatch.said or passed_next(microbatch.passed, _getframe(1)).site)
     if microbatch.said is None:
         likely = microbatch.passed.likely
-        frame = _getframe(likely.depth)
-        if frame.f_code is not likely.code or frame.f_lasti != likely.instruction:
+        depth = likely.depth
+        frame = _getframe(depth)
+        if (
+            frame.f_code is not likely.code
+            or frame.f_lasti != likely.instruction
+            # The same call may have led to a function of the model's this time, which yields.
+            or (depth > 2 and _getframe(depth - 1).f_globals is not _HOST_GLOBALS)
+        ):
             likely = passed_next(microbatch.passed, _getframe(1))
         microbatch.passed = likely
         microbatch.safe_stack = likely.safe_stack

@@ -127,7 +127,7 @@ def test_a_trace_with_unsplit_and_split_steps(tmp_path: Path) -> None:
         (["--execution", "fast"], "--execution fast; use eager, graph or both"),
         (["--all2all", "deepep_ht", "--execution", "graph"], "high throughput cannot be captured"),
         (["--tokens", "1"], "nothing to split: 1 tokens"),
-        (["--values", "none.toml"], "none.toml cannot be read as TOML"),
+        (["--values", "none.toml"], "none.toml cannot be read as TOML: no such file"),
         (["none.jsonl"], "none.jsonl: no such file"),
         (["dbo_greenlet/estimate"], "dbo_greenlet/estimate: a folder without traces or profiles"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,48 @@ class OtherStart(RoundRobin):
     def start(self, step: Step) -> Chooser:
         super().start(step)
         return lambda: 1
+
+
+class Wrapped(RoundRobin):
+    """All of microbatch 0 first, by a function that has taken over every attribute of the inherited one."""
+
+    def start(self, step: Step) -> Chooser:
+        @functools.wraps(super().start(step))
+        def choose() -> int:
+            return step.runnable()[0]
+
+        return choose
+
+
+class HandsOn:
+    """What it is asked for and does not have, it asks its inner object for."""
+
+    def __init__(self, inner: Any, step: Step) -> None:
+        self._inner = inner
+        self._step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self) -> int:
+        return self._step.runnable()[0]
+
+
+class InAnObject(RoundRobin):
+    """The same by an object that looks like the inherited function."""
+
+    def start(self, step: Step) -> Chooser:
+        return HandsOn(super().start(step), step)
+
+
+class Times(list[int]):
+    """A bracket that is empty, and therefore false, as the step begins."""
+
+    def begin(self, this: Any) -> None:
+        self.append(this.number)
+
+    def end(self, this: Any) -> None:
+        pass
 
 
 actions = st.one_of(
@@ -128,3 +171,27 @@ def test_a_subclass_that_answers_otherwise_is_asked(turns_taken: list[int]) -> N
     with pytest.raises(PolicyError, match="picked microbatch 1, which would overtake"):
         Scheduler(OtherStart(), strict=False).run([yields(2), yields(2)])
     assert turns_taken == []
+
+
+@pytest.mark.parametrize("policy", [Wrapped, InAnObject])
+def test_what_wraps_the_chooser_of_round_robin_is_asked(policy: type[RoundRobin], turns_taken: list[int]) -> None:
+    schedule = Scheduler(policy(), strict=False).run([yields(2), yields(2)]).schedule
+    assert schedule.decisions == (0, 0, 0, 1, 1, 1)
+    assert turns_taken == []
+
+
+def test_a_policy_may_answer_by_the_chooser_of_round_robin(turns_taken: list[int]) -> None:
+    class Delegates:
+        name = "delegates"
+
+        def start(self, step: Step) -> Chooser:
+            return RoundRobin().start(step)
+
+    assert Scheduler(Delegates(), strict=False).run([yields(2), yields(2)]).schedule.decisions == (0, 1) * 3
+    assert turns_taken == [4]
+
+
+def test_a_bracket_that_is_an_empty_list_is_a_bracket() -> None:
+    times = Times()
+    Scheduler(strict=False).run([yields(2), yields(2)], bracket=times)
+    assert times == [0, 0, 1, 1, 2, 2]

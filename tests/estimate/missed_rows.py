@@ -42,6 +42,15 @@ MISSED: dict[str, dict[str, set[str]]] = {
             "Qwen3-MoE 8 layers, eager prefill of 4096, threads, one core",
             "Qwen3-MoE 8 layers, eager prefill of 16384, threads, one core",
         },
+        "vLLM on two H200s, measured afterwards": {
+            "LL 27 layers, eager, 256 requests, drop-in",
+            "LL 27 layers, eager, 256 requests, threads, one core",
+            "LL 27 layers, full graph, 256 requests, drop-in",
+            "LL 27 layers, full graph, 256 requests, threads",
+            "HT 8 layers, eager, 8 requests, drop-in",
+            "HT 8 layers, eager, 8 requests, threads, one core",
+            "HT 27 layers, eager, 64 requests, drop-in",
+        },
         "an eager step of 60 layers, bound by its host": {
             "thin layers, 4096 tokens, greenlets",
         },
@@ -89,6 +98,16 @@ MISSED: dict[str, dict[str, set[str]]] = {
             "Qwen3-MoE 8 layers, eager prefill of 16384, threads",
             "Qwen3-MoE 8 layers, eager prefill of 4096, threads, one core",
             "Qwen3-MoE 8 layers, eager prefill of 16384, threads, one core",
+        },
+        "vLLM on two H200s, measured afterwards": {
+            "LL 27 layers, eager, 8 requests, drop-in",
+            "LL 27 layers, eager, 256 requests, drop-in",
+            "LL 27 layers, eager, 256 requests, threads, one core",
+            "LL 27 layers, full graph, 256 requests, drop-in",
+            "LL 27 layers, full graph, 256 requests, threads",
+            "HT 8 layers, eager, 8 requests, drop-in",
+            "HT 8 layers, eager, 8 requests, threads, one core",
+            "HT 27 layers, eager, 64 requests, drop-in",
         },
         "vLLM, two ranks on one H200": {
             "HT 8 layers, eager, threads",

@@ -110,6 +110,32 @@ def test_an_execution_that_the_trace_lacks_is_left_out_and_named(tmp_path: Path)
                               "it has steps of these kinds: decode, eager"]  # fmt: skip
 
 
+def test_where_no_execution_can_be_estimated_both_reasons_are_told_once(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", [a_step(0, 64, 20_000.0)])
+    # What is wrong is the file that --split names; that the trace has no graph steps is not all.
+    with pytest.raises(TraceFileError, match=r"none.jsonl: no such file; and as a graph: .*t.jsonl: no unsplit decode"):
+        answer(Question(LITE_ON_TWO, file=trace, split=tmp_path / "none.jsonl"))
+    with pytest.raises(TraceFileError, match=r"none.jsonl: no such file$"):
+        answer(Question(LITE_ON_TWO, file=tmp_path / "none.jsonl"))
+    with pytest.raises(TraceFileError, match=r"t.jsonl: no unsplit decode step that ran as a graph; .*eager$"):
+        answer(Question(LITE_ON_TWO, file=trace, split=tmp_path / "none.jsonl", execution="graph"))
+
+
+def test_a_trace_that_does_not_say_which_model_ran_is_told_so(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", [a_step(0, 64, 200_000.0)])
+    unnamed = {name: value for name, value in LITE_ON_TWO.items() if name not in ("model", "layers")}
+    asked = {"file": trace, "execution": "eager", "microbatches": "2", "policies": ("round_robin",), "most": 64}
+    said = "so this is an estimate of deepseek-v3 with the times of another model; --model names the one that ran"
+    (section,) = answer(Question(unnamed, **asked)).sections  # type: ignore[arg-type]
+    assert section.estimate.setup.shape.name == "deepseek-v3" and any(said in note for note in section.notes)
+    with pytest.raises(
+        ConfigurationError, match="no correction meets it.* or --model: of deepseek-v3 they need not be"
+    ):
+        answer(Question(unnamed, **{**asked, "file": write(tmp_path / "quick.jsonl", [a_step(0, 64, 20_000.0)])}))  # type: ignore[arg-type]
+    (named,) = answer(Question(LITE_ON_TWO, **asked)).sections  # type: ignore[arg-type]
+    assert not any(said in note for note in named.notes)
+
+
 def test_steps_in_an_order_that_no_name_stands_for_are_not_judged(tmp_path: Path) -> None:
     steps = [
         a_step(0, 64, 20_000.0),
@@ -185,6 +211,11 @@ def test_what_the_trace_ran_on_is_taken_from_it(tmp_path: Path) -> None:
     assert "The trace ran with ranks 4; the estimate is of 8, corrected by steps of the former." in other.notes
     with TraceWriter(tmp_path / "cpu.jsonl") as writer:
         writer.write(replace(header, settings={"processor": "a CPU"}), a_step(0, 64, 20_000.0))
+    with TraceWriter(tmp_path / "auto.jsonl") as writer:
+        writer.write(replace(header, settings={"all2all": "auto"}), a_step(0, 64, 20_000.0))
+    (auto,) = answer(Question(asked, file=tmp_path / "auto.jsonl", execution="eager", microbatches="2")).sections
+    kept = auto.estimate.setup
+    assert (kept.communication.kind, kept.communication.link.name, kept.engine.name) == ("stream", "nvlink", "runner")
     (cpu,) = answer(Question(asked, file=tmp_path / "cpu.jsonl", execution="eager", microbatches="2")).sections
     assert "The trace ran on a CPU, no GPU of the table; the estimate is of another one." in cpu.notes
 
@@ -226,5 +257,5 @@ def test_a_trace_without_a_step_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_carrier_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no carrier 'fibers'"):
+    with pytest.raises(ConfigurationError, match="no carrier 'fibers'; use one of .*'threads', 'threads, one core'"):
         carried(lite(), SplitStep(64, 2, "round_robin", "fibers", 1.0, 1))

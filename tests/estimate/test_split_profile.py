@@ -40,7 +40,9 @@ def message(made: ChromeProfile, name: str, at: float, low: bool) -> None:
     made.kernel(name, at + 5, at + 20, launch=at + 5)
 
 
-def step(made: ChromeProfile, begin: float, length: float, *, low: bool, split: int = 2) -> None:
+def step(
+    made: ChromeProfile, begin: float, length: float, *, low: bool, split: int = 2, layers_named: bool = False
+) -> None:
     """A step of some layers; unsplit where `split` is 1: then no range names a microbatch."""
     dispatch, combine = (LOW_LATENCY_DISPATCH, LOW_LATENCY_COMBINE) if low else (DISPATCH, COMBINE)
     part = length / (LAYERS * split)
@@ -48,7 +50,7 @@ def step(made: ChromeProfile, begin: float, length: float, *, low: bool, split: 
         for number in range(split):
             at = begin + part * (layer * split + number)
             if split > 1:
-                made.range(f"ubatch {number}", at, at + part - 1)
+                made.range(f"layer {layer} ubatch {number}" if layers_named else f"ubatch {number}", at, at + part - 1)
             made.kernel(GEMM, at + 10, at + 30, launch=at + 1)
             message(made, dispatch, at + 40, low)
             message(made, combine, at + 70, low)
@@ -122,6 +124,17 @@ def test_profiles_that_do_not_say_it_are_refused(tmp_path: Path) -> None:
         answer(Question(LITE_ON_TWO, split=split))
     with pytest.raises(TraceFileError, match="of graphs a profile does not tell microbatches apart"):
         answer(Question({**LITE_ON_TWO, "tokens": 64}, split=split, execution="graph"))
+
+
+@pytest.mark.parametrize("asked", [1, 2, 6])
+def test_another_number_of_layers_than_the_ranges_name_is_refused(tmp_path: Path, asked: int) -> None:
+    made = ChromeProfile()
+    for number in range(4):
+        step(made, 6000.0 * number, 6000.0, low=False, layers_named=True)
+    read = read_profile(made.write(tmp_path / "p.json"))
+    assert split_of_profile(read, 64, LAYERS, "greenlets")[0].step == pytest.approx(6000)
+    with pytest.raises(TraceFileError, match=f"split steps are in 3 layers, the model has {asked} with experts"):
+        split_of_profile(read, 64, asked, "greenlets")
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

@@ -202,6 +202,18 @@ def test_a_step_that_fails_leaves_nothing_behind(with_memory: Path) -> None:
     assert [op.name for op in fine.ops if op.op == "work"] == ["zeros"]
 
 
+def test_a_trace_that_cannot_be_written_is_the_end_of_the_noting(
+    with_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DBO_GREENLET_TRACE", str(tmp_path / "file" / "folder"))
+    scheduler = Scheduler()
+    scheduler.run(layers(Loopback(2)))
+    assert scheduler.recording is not None and scheduler.recording.problem is not None
+    ((memory,),) = scheduler.recording._memories.values()
+    assert memory.program.operations and not memory.program.noting
+
+
 def test_events_of_a_library_do_not_stand_among_the_operations_twice(with_memory: Path) -> None:
     from dbo_greenlet.yields import dbo_get_previous_event
 

@@ -297,6 +297,8 @@ def installed() -> Iterator[Recorder]:
     from vllm.v1.worker import gpu_ubatch_wrapper
     from vllm.v1.worker.gpu import ubatch_utils
 
+    from dbo_greenlet.vllm import host_microbatch
+
     log = RECORDER = Recorder()
     platform = vllm.platforms.current_platform
 
@@ -310,6 +312,8 @@ def installed() -> Iterator[Recorder]:
     def sm_control(parallel_config: Any) -> SmControl:
         return SmControl()
 
+    # The drop-in looks into vLLM's note of each thread's stream, and found it when it was imported.
+    streams_of_threads = threading.local()
     with ExitStack() as stack:
         for target, name, value in [
             (torch.cuda, "Stream", FakeStream),
@@ -325,7 +329,8 @@ def installed() -> Iterator[Recorder]:
             (torch.accelerator, "set_device_index", lambda device: log.write("set_device_index")),
             (torch, "cat", _cat_of_capture(torch.cat)),
             (torch_utils, "prev_set_stream", log.set_current),
-            (torch_utils, "_current_stream_tls", threading.local()),
+            (torch_utils, "_current_stream_tls", streams_of_threads),
+            (host_microbatch, "_stream_note", streams_of_threads),
             (gpu_ubatch_wrapper, "create_sm_control_context", sm_control),
             (ubatch_utils, "create_sm_control_context", sm_control),
             (vllm.platforms, "_current_platform", _CudaOnlyForStreams(platform)),

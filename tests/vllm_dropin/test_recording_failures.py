@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dbo_greenlet.trace import read_trace
+from dbo_greenlet.trace import read_trace, rolling
 from dbo_greenlet.vllm.decisions import StepDecision
 from dbo_greenlet.vllm.recording import ServerTrace
 from tests.vllm_dropin.servers import ENVIRONMENT, SCRIPT, Server, serving
@@ -153,6 +153,23 @@ def test_what_cannot_be_written_ends_the_recording_and_not_the_server(tmp_path: 
     assert server.trace.problem.startswith("The trace of this server ends here: ValueError: ")
     (path,) = tmp_path.iterdir()
     assert len(read_trace(path).steps) == 1
+
+
+def test_an_unsplit_step_that_cannot_be_written_late_does_not_reach_the_split_one(
+    tmp_path: Path, warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written when the next step begins, which a split one tells by asking whether it is due."""
+
+    def breaks(self: object, data: bytes) -> None:
+        raise RuntimeError("the file system is gone")
+
+    with serving(tmp_path) as server:
+        server.trace.unsplit_step(UNSPLIT)
+        with monkeypatch.context() as patch:
+            patch.setattr(rolling.RollingTrace, "write", breaks)
+            assert server.trace.due() is False
+        assert not server.step()
+    assert warnings == ["The trace of this server ends here: RuntimeError: the file system is gone"]
 
 
 class Speechless(Exception):

@@ -192,6 +192,40 @@ def test_a_yield_that_was_found_safe_is_refused_under_an_operator() -> None:
         _step(lambda: yields(x), lambda: yields(x))
 
 
+def test_a_call_that_once_was_a_yield_and_now_leads_to_one() -> None:
+    prepare = FUNCTIONS["modular_kernel.py", "_prepare"]
+
+    def of_the_model() -> None:
+        ubatching.dbo_yield()
+
+    def names(yields: Callable[[], None]) -> list[str]:
+        return sites_of(_step(*[lambda: prepare(yields)] * 2), 0)
+
+    with drop_in(), harness():
+        own = [f"test_sites.py:{of_the_model.__code__.co_firstlineno + 1}"]
+        for _ in range(2):
+            assert names(getattr(ubatching, STREAM_YIELDS[0])) == ["layer0.dispatch"]
+            assert names(of_the_model) == own
+
+
+def test_yields_that_are_no_longer_wrapped_deeply() -> None:
+    """Nobody looks for the caller where it was then: the stack is not as high now."""
+
+    def wrapper(inner: Callable[[Any], None]) -> FunctionType:
+        def wrapped(context: Any) -> None:
+            inner(context)
+
+        return FunctionType(wrapped.__code__, ubatching.__dict__, "_cpu_yield", None, wrapped.__closure__)
+
+    with drop_in(), harness():
+        before = _step(ubatching.dbo_yield, ubatching.dbo_yield)
+        with pytest.MonkeyPatch.context() as patch:
+            for _ in range(8):
+                patch.setattr(ubatching.UBatchContext, "_cpu_yield", wrapper(ubatching.UBatchContext._cpu_yield))
+            assert _step(ubatching.dbo_yield, ubatching.dbo_yield) == before
+        assert _step(ubatching.dbo_yield, ubatching.dbo_yield) == before
+
+
 def test_yields_of_both_kinds_in_one_step() -> None:
     prepare = FUNCTIONS["modular_kernel.py", "_prepare"]
 
