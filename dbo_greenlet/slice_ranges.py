@@ -151,6 +151,7 @@ class SliceRanges:
             try:
                 _exit(self._open.pop())
             except Exception:
+                # As in `_enter`. The others are closed all the same.
                 self._give_up()
 
     def _give_up(self) -> None:
